@@ -1,0 +1,309 @@
+"""The target: a frozen or updatable causal LM whose chosen decoder layers are tapped.
+
+Shapes: B sequences, T tokens, A tapped layers, D width, V vocabulary.
+
+Layer numbering: tap id i is the OUTPUT of decoder layer i, counted from 0 (transformers'
+`hidden_states[i + 1]`). `last_hidden_states` are taken after the final norm, so lm_head applies
+directly (`norm_applied` is always True here); the last layer itself cannot be tapped, because
+engines disagree on whether its output is normed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from paceline.kernels.linear import few_row_linear
+from paceline.models.config import TargetConfig
+from paceline.models.embedded import resolve_model
+from paceline.models.grouped_attention import ATTENTION_NAME
+from paceline.models.kv_cache import SlotCache
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+BIT_PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class TargetMismatchError(ValueError):
+    """Something was made for another target than the one at hand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetSpec:
+    """The numbers of a target that a drafter is built from."""
+
+    model: str
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    mask_token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """Rows of one forward."""
+
+    last_hidden_states: Tensor  # [B, T, D], after the final norm
+    aux_hidden_states: Tensor  # [B, T, A, D]
+
+
+class FewRowLinear(nn.Linear):
+    """A linear layer that takes the fast path for the few rows of decoding and verification."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return few_row_linear(input, self.weight, self.bias)
+
+
+class Target:
+    """A causal LM with taps. Build it with `Target.load`."""
+
+    def __init__(self, model: nn.Module, tokenizer, config: TargetConfig) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.target_config = config
+        self.version = 0
+        self.decoder = model.get_decoder()
+        self.layers = self.decoder.layers
+        self.tap_layer_ids: tuple[int, ...] = ()
+        self._taps: dict[int, Tensor] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.spec = _spec(model, tokenizer, config.model)
+        self.tokenizer_hash = _tokenizer_hash(tokenizer)
+        self.fingerprint = _fingerprint(model, self.tokenizer_hash)
+        _use_few_row_linears(model)
+
+    @staticmethod
+    def load(config: TargetConfig) -> Target:
+        """Load a builtin, hub or local model.
+
+        Raises ValueError if the model cannot be found, naming `target.model` and the remedy.
+        """
+        from transformers import AutoModelForCausalLM
+
+        device = config.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        tokenizer = load_tokenizer(config)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                resolve_model(config.model),
+                dtype=DTYPES[config.dtype],
+                attn_implementation=ATTENTION_NAME,
+                revision=config.revision,
+                trust_remote_code=config.trust_remote_code,
+            )
+        except OSError as error:
+            raise _cannot_load(config, error) from error
+        return Target(model.to(device), tokenizer, config)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding_weight.dtype
+
+    @property
+    def embedding_weight(self) -> Tensor:  # [V, D]
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def lm_head_weight(self) -> Tensor:  # [V, D]
+        return self.model.get_output_embeddings().weight
+
+    def tap(self, layer_ids: tuple[int, ...]) -> None:
+        """Choose the tapped layers.
+
+        Raises ValueError if an id lies outside 0..num_layers - 2 or ids are not increasing.
+        """
+        last = self.spec.num_layers - 2
+        for layer_id in layer_ids:
+            if not 0 <= layer_id <= last:
+                raise ValueError(
+                    f"target.tap_layer_ids={list(layer_ids)}: layer {layer_id} is outside the "
+                    f"model; {self.spec.model} has {self.spec.num_layers} layers, give ids from "
+                    f"0 to {last} (the last layer is not tapped: engines norm it differently)"
+                )
+        if list(layer_ids) != sorted(set(layer_ids)):
+            raise ValueError(f"target.tap_layer_ids={list(layer_ids)} must increase")
+        for hook in self._hooks:
+            hook.remove()
+        self.tap_layer_ids = tuple(layer_ids)
+        self._hooks = [
+            self.layers[i].register_forward_hook(self._keep_output(i)) for i in layer_ids
+        ]
+
+    def _keep_output(self, layer_id: int):
+        def keep(_module: nn.Module, _inputs: tuple, output: Tensor | tuple) -> None:
+            self._taps[layer_id] = output if isinstance(output, Tensor) else output[0]
+
+        return keep
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, cache: SlotCache, slots: slice
+    ) -> TargetOutput:
+        """Run new tokens [B, T] at their positions [B, T] in `slots` of the cache."""
+        cache.place(position_ids, slots)
+        hidden_BTD = self.decoder(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=self._mask(cache.visible(), position_ids),
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+        taps = [self._taps.pop(i) for i in self.tap_layer_ids]
+        aux_BTAD = torch.stack(taps, dim=2) if taps else hidden_BTD[:, :, None][:, :, :0]
+        return TargetOutput(hidden_BTD, aux_BTAD)
+
+    def logits(self, last_hidden_states: Tensor) -> Tensor:
+        """lm_head of normed hidden states [..., D] in float32 [..., V]."""
+        logits = few_row_linear(last_hidden_states, self.lm_head_weight, None).float()
+        softcap = self.decoder.config.to_dict().get("final_logit_softcapping")
+        return torch.tanh(logits / softcap) * softcap if softcap else logits
+
+    def _mask(self, visible: Tensor, position_ids: Tensor) -> Tensor | dict[str, Tensor]:
+        config = self.decoder.config.to_dict()
+        window = config.get("sliding_window")
+        layer_types = config.get("layer_types") or ()
+        if not window or ("full_attention" in layer_types and len(set(layer_types)) == 1):
+            return visible
+        keys_L = torch.arange(visible.shape[-1], device=visible.device)
+        near = keys_L > position_ids[:, None, :, None] - window
+        if not layer_types:
+            # Mistral: every layer slides. Qwen2 states a window but uses it only on request.
+            return visible & near if config.get("use_sliding_window", True) else visible
+        return {"full_attention": visible, "sliding_attention": visible & near}
+
+    @torch.no_grad()
+    def update_weights(self, state: dict[str, Tensor], version: int) -> None:
+        """Take new weights (the names of the model's state dict) as target version `version`."""
+        self.model.load_state_dict(state, strict=False)
+        self.version = version
+        self.fingerprint = _fingerprint(self.model, self.tokenizer_hash)
+
+
+def load_tokenizer(config: TargetConfig):
+    """The target's tokenizer alone. Raises ValueError as `Target.load`."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            resolve_model(config.model),
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+    except OSError as error:
+        raise _cannot_load(config, error) from error
+
+
+def _cannot_load(config: TargetConfig, error: OSError) -> ValueError:
+    return ValueError(
+        f"target.model={config.model} cannot be loaded ({error}); give a folder that holds "
+        "config.json and weights, a reachable Hugging Face id, or builtin:NAME"
+    )
+
+
+def require_same_target(what: str, fingerprint: str, target: Target) -> None:
+    """Raise TargetMismatchError unless `fingerprint` is the target's, naming both."""
+    if fingerprint != target.fingerprint:
+        raise TargetMismatchError(
+            f"{what} was made for the target with fingerprint {fingerprint}, but "
+            f"target.model={target.spec.model} has {target.fingerprint}: use the target it was "
+            "made for, or make it again for this one"
+        )
+
+
+def _use_few_row_linears(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear:
+                fast = FewRowLinear(child.in_features, child.out_features, device="meta")
+                fast.weight, fast.bias = child.weight, child.bias
+                setattr(module, name, fast)
+
+
+def _spec(model: nn.Module, tokenizer, name: str) -> TargetSpec:
+    config = model.get_decoder().config
+    values = config.to_dict()
+    rope = values.get("rope_parameters") or {}
+    # Gemma keeps one set per layer type; its full-attention layers carry the long-range theta.
+    rope = rope.get("full_attention", rope)
+    heads = config.num_attention_heads
+    eos = model.generation_config.eos_token_id
+    eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    return TargetSpec(
+        model=name,
+        model_type=config.model_type,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        num_attention_heads=heads,
+        num_key_value_heads=values.get("num_key_value_heads") or heads,
+        head_dim=values.get("head_dim") or config.hidden_size // heads,
+        intermediate_size=config.intermediate_size,
+        rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+        rope_theta=float(rope.get("rope_theta", 10000.0)),
+        max_position_embeddings=config.max_position_embeddings,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_ids=tuple(sorted(eos_ids)),
+        mask_token_id=_mask_token_id(tokenizer, model.get_input_embeddings().weight.shape[0]),
+    )
+
+
+def _mask_token_id(tokenizer, vocab_size: int) -> int:
+    """An id that text never holds: a mask or reserved special token, else unk, pad or the last id."""
+    vocab = tokenizer.get_vocab()
+    for token in ("<|mask|>", "<mask>", "[MASK]", "<|fim_pad|>", "<reponame>", "<unused0>"):
+        if token in vocab:
+            return vocab[token]
+    for token_id in (tokenizer.pad_token_id, tokenizer.unk_token_id):
+        if token_id is not None and token_id != tokenizer.eos_token_id:
+            return token_id
+    return vocab_size - 1
+
+
+def _tokenizer_hash(tokenizer) -> str:
+    digest = hashlib.sha256()
+    digest.update(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
+    digest.update(str(tokenizer.chat_template).encode())
+    return digest.hexdigest()[:16]
+
+
+def _fingerprint(model: nn.Module, tokenizer_hash: str) -> str:
+    """Hash of config, weights, tokenizer and chat template.
+
+    Weights enter as name, shape, 64 evenly spread values and the sum of all bit patterns as
+    integers: exact in any order of summation, so the same on every device and thread count.
+    """
+    digest = hashlib.sha256(tokenizer_hash.encode())
+    config = model.config.to_dict()
+    for key in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        config.pop(key, None)
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().reshape(-1)
+        bits = flat.view(BIT_PATTERNS[flat.element_size()])
+        index = torch.arange(64, device=flat.device) * (flat.numel() - 1) // 63
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(str([*bits[index].tolist(), int(bits.sum(dtype=torch.int64))]).encode())
+    return digest.hexdigest()[:16]

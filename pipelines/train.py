@@ -1,0 +1,170 @@
+"""Train a drafter end to end: prompts, rollouts, hidden states, training, evaluation, report.
+
+    paceline train recipe=quickstart
+    paceline train recipe=eagle3 target.model=/models/llama data.prompts=prompts.jsonl out=runs/x
+    paceline train resume=runs/x
+
+Rollouts and training overlap: the trainer starts on the first shards while workers go on. A tiny run
+of every stage: `paceline train recipe=debug out=/tmp/debug`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import ray
+
+from paceline.actors.drafter_evaluator import DrafterEvaluator
+from paceline.actors.drafter_store import DrafterStore
+from paceline.actors.training_records import TrainerSetup
+from paceline.actors.trainer_group import TrainerGroup
+from paceline.models.checkpoints import DRAFTER_RECORD
+from paceline.models.prompts import load_prompts
+from paceline.models.training_state import list_checkpoints
+from paceline.pipelines.cluster import ray_cluster
+from paceline.pipelines.config import RunConfig, load_config
+from paceline.pipelines.measurement import (
+    evaluation_document,
+    measure,
+    print_records,
+    record_metrics,
+    write_document,
+)
+from paceline.pipelines.preparation import Preparation, choose_vocab, make_drafter, prepare
+from paceline.pipelines.progress import Bars, progress_bars
+from paceline.pipelines.report import write_report
+from paceline.pipelines.rollout_stage import Rollouts
+from paceline.pipelines.run_log import RunLog, open_run
+from paceline.pipelines.summary import print_summary
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The whole job; see the module docstring."""
+    argv = sys.argv[1:] if argv is None else argv
+    config = load_config("train", argv)
+    command = shlex.join(["paceline", "train", *argv])
+    with (
+        open_run("train", argv, config) as run,
+        ray_cluster(config.cluster),
+        progress_bars() as bars,
+    ):
+        prepared = prepare(config)
+        tokenizer = prepared.target.tokenizer
+        heldout = load_prompts(
+            config.data.heldout, tokenizer=tokenizer, data=config.data, heldout=True
+        )
+        with Rollouts(config, prepared, run, bars) as rollouts:
+            initial = initial_drafter(config, prepared, rollouts, run)
+            del prepared  # the driver's copy of the target is not needed any more
+            trained = train_drafter(config, rollouts, initial, run, bars)
+
+        store = DrafterStore(run.out / "store", run.tracker, f"paceline-{config.name}")
+        published = store.publish(trained)
+        drafter_folder = run.out / "drafter"
+        shutil.copytree(store.folder / published.uri, drafter_folder, dirs_exist_ok=True)
+
+        with run.stage("evaluate") as stage:
+            evaluator = (
+                ray.remote(DrafterEvaluator)
+                .options(num_gpus=config.trainer.num_gpus)
+                .remote(config.target, config.evaluate, threads=os.cpu_count())
+            )
+            some = heldout.prompts[: config.evaluate.untrained_prompts]
+            before, _ = measure(evaluator, initial, some, bars, "untrained")
+            records, results = measure(
+                evaluator, drafter_folder, heldout.prompts, bars, "evaluate"
+            )
+            for record in records:
+                stage.log(record_metrics(record), step=published.step)
+        document = evaluation_document(
+            records,
+            results,
+            command=command,
+            settings=config.model_dump(mode="json", by_alias=True),
+            before=before[-1],
+        )
+        write_document(run.out / "evaluate.json", document)
+        report = write_report(run.out)
+        for path in (report, run.out / "evaluate.json", *run.out.glob("figures/*.png")):
+            run.artifact(path)
+    print_records(records)
+    print_summary(config, run, before[-1], records[-1])
+
+
+def initial_drafter(
+    config: RunConfig, prepared: Preparation, rollouts: Rollouts, run: RunLog
+) -> Path:
+    """The untrained drafter, once enough responses are there to choose its vocabulary from."""
+    folder = run.out / "initial"
+    if (folder / DRAFTER_RECORD).exists():
+        return folder
+    wanted = config.drafter.vocab_sample_tokens if config.drafter.draft_vocab_size else 0
+    refs = rollouts.refs(0)
+    while not rollouts.done and sum(ref.num_tokens for ref in refs) < wanted:
+        rollouts.advance(timeout=1.0)
+        refs = rollouts.refs(0)
+    # Only the shards that the sample needs, so that the choice does not depend on timing.
+    sample = [
+        ref
+        for i, ref in enumerate(refs)
+        if sum(earlier.num_tokens for earlier in refs[:i]) < wanted
+    ]
+    prompts = prepared.prompts.prompts
+    vocab = choose_vocab(config, prepared.target, prompts, rollouts.folder, sample)
+    make_drafter(config, prepared.target, vocab, folder, run.run_id)
+    return folder
+
+
+def train_drafter(
+    config: RunConfig, rollouts: Rollouts, initial: Path, run: RunLog, bars: Bars
+) -> Path:
+    """Train while shards arrive; returns the last checkpoint, which loads as a drafter."""
+    setup = TrainerSetup(
+        target=config.target,
+        drafter_folder=str(initial),
+        cache_folder=str(rollouts.folder),
+        objective=config.objective,
+        trainer=config.trainer,
+    )
+    group = TrainerGroup(setup, run.out / "checkpoints")
+    saved = list_checkpoints(group.checkpoint_root)
+    checkpoint = saved[-1] if saved else None
+    with run.stage("train") as stage, closing(group):
+        group.start(resume=checkpoint)
+        threads_given = False
+        while group.step < config.trainer.steps:
+            rollouts.advance(timeout=0.0)
+            group.add_shards(rollouts.refs(group.num_shards))
+            if rollouts.done:
+                group.finish_shards()
+                if not threads_given and config.trainer.num_gpus == 0:
+                    # The workers are gone: their cores go to the trainer.
+                    group.set_threads(max(1, (os.cpu_count() or 1) // config.trainer.num_ranks))
+                    threads_given = True
+            metrics = group.train_step()
+            if metrics is None:
+                rollouts.advance(timeout=1.0)
+                continue
+            note = f"loss {metrics.values['loss']:.3f}"
+            bars.update("train", group.step, config.trainer.steps, note)
+            if group.step % config.trainer.log_every == 0:
+                values = {f"train/{name}": value for name, value in metrics.values.items()}
+                stage.log(values, step=group.step)
+            if group.step % config.trainer.checkpoint_every == 0:
+                checkpoint = group.save_checkpoint() or checkpoint
+        checkpoint = group.save_checkpoint() or checkpoint
+        while not rollouts.done:  # steps may end before the last prompts
+            rollouts.advance(timeout=1.0)
+    assert checkpoint is not None
+    return checkpoint
+
+
+if __name__ == "__main__":
+    from paceline.pipelines.cli import run_as_module
+
+    run_as_module("train")
