@@ -5,9 +5,9 @@
     while not pool.done:
         for finished in pool.poll(timeout=1.0): ...
 
-Shard files go from worker to folder to trainer; only references pass here. While the cache is full,
-nothing is taken from the workers, and they stop after the shard they are on (back-pressure). A
-worker that dies is started again, and makes the shards that it had not delivered.
+Shard files go from worker to folder to trainer; only references pass here. A worker has at most
+UNCONSUMED_SHARDS ready and then waits until they are taken (back-pressure). A worker that dies is
+started again, and makes the shards that it had not delivered.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class RolloutPool:
     ) -> None:
         self.rollout = rollout
         self.cache = cache
+        self._max_bytes = cache_config.max_bytes
         self._arguments = (target, rollout, cache_config)
         self._keywords = {
             "tap_layer_ids": tap_layer_ids,
@@ -87,8 +88,14 @@ class RolloutPool:
         Raises what a worker raised (ValueError, OSError with its remedy), and RuntimeError if
         workers die again and again.
         """
-        if self.done or not ray.get(self.cache.has_room.remote()):
+        if self.done:
             return []
+        if not ray.get(self.cache.has_room.remote()):
+            raise ValueError(
+                f"the hidden-state cache is full: cache.max_bytes={self._max_bytes} is reached "
+                "before the last prompt; raise it, lower data.limit, or store fewer bytes with "
+                "cache.dtype=bfloat16. What was collected is kept: continue with resume="
+            )
         ready, _ = ray.wait(
             list(self._streams), num_returns=len(self._streams), timeout=timeout
         )

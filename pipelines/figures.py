@@ -16,7 +16,6 @@ Series = Sequence[tuple[int, float]]
 """(step, value) pairs, by step."""
 
 INK, MUTED, GRID, FAINT = "#0b0b0b", "#52514e", "#e4e3df", "#b9cfe9"
-# Neighbours differ in lightness as well, so the order also holds for colour-blind readers.
 COLOURS = ("#2a78d6", "#eb6834", "#1baf7a", "#eda100", "#e87ba4", "#008300", "#4a3aa7", "#e34948")
 BLUES = ("#0d366b", "#184f95", "#256abf", "#3987e5", "#5598e7", "#86b6ef", "#b7d3f6")
 STYLE: dict[str, Any] = {

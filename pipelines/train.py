@@ -63,10 +63,11 @@ def main(argv: list[str] | None = None) -> None:
             del prepared  # the driver's copy of the target is not needed any more
             trained = train_drafter(config, rollouts, initial, run, bars)
 
-        store = DrafterStore(run.out / "store", run.tracker, f"paceline-{config.name}")
+        registry = run.tracker if config.tracker.register_model else None
+        store = DrafterStore(run.out / "store", registry, f"paceline-{config.name}")
         published = store.publish(trained)
         drafter_folder = run.out / "drafter"
-        shutil.copytree(store.folder / published.uri, drafter_folder, dirs_exist_ok=True)
+        shutil.copytree(published.uri, drafter_folder, dirs_exist_ok=True)
 
         with run.stage("evaluate") as stage:
             evaluator = (

@@ -184,7 +184,9 @@ def _chain_starts(enabled_SL: Tensor) -> tuple[Tensor, Tensor]:
     number = int(start_SL.sum(dim=1).max().clamp(min=1))
     # A stable sort on "not a start" puts the starts first, in order.
     order = (~start_SL).to(torch.uint8).argsort(dim=1, stable=True)[:, :number]
-    return order, start_SL.gather(1, order)
+    chosen = start_SL.gather(1, order)
+    # A place without a start points at row 0: it must exist, and its rows are never valid.
+    return order.masked_fill(~chosen, 0), chosen
 
 
 def _rows(

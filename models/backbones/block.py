@@ -198,4 +198,5 @@ def _draw_anchors(
     top = key.topk(number, dim=1)
     order = top.indices.sort(dim=1)
     drawn = top.values.gather(1, order.indices) >= 0
-    return order.values, drawn
+    # A place that was not drawn points at row 0: it must exist, and its rows are never valid.
+    return order.values.masked_fill(~drawn, 0), drawn

@@ -49,6 +49,7 @@ def training_world(tmp_path_factory: pytest.TempPathFactory) -> World:
     write_tiny_target("llama", root / "target")
     target_config = TargetConfig(model=str(root / "target"), device="cpu")
     target = Target.load(target_config)
+    target.tap(TAPS)
     config = DrafterConfig(
         method="block",
         backbone=BackboneConfig(kind="block", block_size=4, anchors_per_sequence=3),
@@ -60,7 +61,7 @@ def training_world(tmp_path_factory: pytest.TempPathFactory) -> World:
         embedding_weight=target.embedding_weight,
         lm_head_weight=target.lm_head_weight,
     )
-    save_drafter(root / "drafter", drafter, new_record(config, target, TAPS))
+    save_drafter(root / "drafter", drafter, new_record(config, target))
     refs = tuple(make_shard(root / "cache", target, index) for index in range(4))
     setup = TrainerSetup(
         target=target_config,

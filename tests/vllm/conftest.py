@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -33,28 +34,52 @@ from paceline.models.warm_start import start_from_target
 
 TARGET = TargetConfig(device="cpu")
 SERVE = Path(__file__).with_name("serve.py")
-MAX_TOKENS = 64
-NUM_SPECULATIVE_TOKENS = 4
+SAMPLING = SamplingParams(max_new_tokens=64)
 MAX_MODEL_LEN = 512
 DRAFT_VOCAB_SIZE = 2048
-STEPS = 30
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Few steps, to where some drafts are accepted and some are not."""
+
+    config: DrafterConfig
+    taps: tuple[int, ...]
+    steps: int
+    lr: float
+
+
 RECIPES = {
-    "eagle3": DrafterConfig(
-        method="eagle3",
-        backbone=BackboneConfig(
-            kind="autoregressive", ttt_steps=4, init_from_target_layers=(29,)
+    "eagle3": Recipe(
+        DrafterConfig(
+            method="eagle3",
+            backbone=BackboneConfig(
+                kind="autoregressive", ttt_steps=4, init_from_target_layers=(29,)
+            ),
+            draft_vocab_size=DRAFT_VOCAB_SIZE,
         ),
-        draft_vocab_size=DRAFT_VOCAB_SIZE,
+        taps=(1, 14, 26),
+        steps=18,
+        lr=1e-3,
     ),
-    "dflash": DrafterConfig(
-        method="dflash",
-        backbone=BackboneConfig(
-            kind="block", num_layers=2, block_size=8, init_from_target_layers=(0, 29)
+    "dflash": Recipe(
+        DrafterConfig(
+            method="dflash",
+            backbone=BackboneConfig(
+                kind="block",
+                num_layers=2,
+                block_size=8,
+                anchors_per_sequence=8,
+                init_from_target_layers=(28, 29),
+            ),
+            draft_vocab_size=DRAFT_VOCAB_SIZE,
         ),
-        draft_vocab_size=DRAFT_VOCAB_SIZE,
+        taps=(1, 27),
+        steps=72,
+        lr=4e-3,
     ),
 }
-TAPS = {"eagle3": (1, 14, 26), "dflash": (1, 27)}
+WARMUP_STEPS = 10
 Engine = Callable[[Path | None, str | None], dict]
 
 
@@ -64,6 +89,16 @@ def vllm_python() -> str:
     if python is None:
         pytest.skip("PACELINE_VLLM_PYTHON is not set; `make test-vllm` builds the environment")
     return python
+
+
+@pytest.fixture(scope="session")
+def sampling() -> SamplingParams:
+    return SAMPLING
+
+
+@pytest.fixture(scope="session")
+def num_speculative_tokens() -> int:
+    return 4
 
 
 @pytest.fixture(scope="session")
@@ -83,7 +118,11 @@ def prompts(target: Target) -> list[Prompt]:
 
 @pytest.fixture(scope="session")
 def engine(
-    vllm_python: str, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory
+    vllm_python: str,
+    prompts: list[Prompt],
+    sampling: SamplingParams,
+    num_speculative_tokens: int,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Engine:
     """Runs the prompts through vLLM, greedily, with an exported drafter or (None, None) plainly."""
     results: dict[Path | None, dict] = {}
@@ -95,9 +134,9 @@ def engine(
                 "target": resolve_model(TARGET.model),
                 "drafter": None if drafter is None else str(drafter),
                 "method": method,
-                "num_speculative_tokens": NUM_SPECULATIVE_TOKENS,
+                "num_speculative_tokens": num_speculative_tokens,
                 "prompts": [list(prompt.token_ids) for prompt in prompts],
-                "max_tokens": MAX_TOKENS,
+                "max_tokens": sampling.max_new_tokens,
                 "max_model_len": MAX_MODEL_LEN,
             }
             (folder / "request.json").write_text(json.dumps(request))
@@ -123,8 +162,7 @@ def drafter_folder(
 ) -> Callable[[str], Path]:
     """Folder of a drafter of a method: PACELINE_EAGLE3 or PACELINE_DFLASH, else one trained here.
 
-    It learns the target's answers to the very prompts that are served: some drafts are accepted and
-    some are not, which is all that is asked of it.
+    It learns the target's answers to the very prompts that are served, so that minutes are enough.
     """
     made: dict[str, Path] = {}
 
@@ -133,44 +171,42 @@ def drafter_folder(
         if given is not None:
             return Path(given)
         if method not in made:
-            drafter = train_drafter(target, RECIPES[method], TAPS[method], prompts)
+            drafter = train_drafter(target, RECIPES[method], prompts)
             made[method] = tmp_path_factory.mktemp(method)
-            record = new_record(drafter.config, target, drafter.tap_layer_ids)
+            record = new_record(drafter.config, target)
             save_drafter(made[method], drafter, record)
         return made[method]
 
     return folder
 
 
-def train_drafter(
-    target: Target, config: DrafterConfig, taps: tuple[int, ...], prompts: list[Prompt]
-) -> Drafter:
-    """A drafter after STEPS steps on the target's answers to `prompts`, all of them in each step."""
-    target.tap(taps)
+def train_drafter(target: Target, recipe: Recipe, prompts: list[Prompt]) -> Drafter:
+    """A drafter trained on the target's answers to `prompts`, all of them in each step."""
+    target.tap(recipe.taps)
     batch = _batch(_answers(target, prompts))
     counts = torch.bincount(batch.input_ids, minlength=target.spec.vocab_size)
     vocab = most_frequent_vocab(counts, DRAFT_VOCAB_SIZE)
     drafter = build_drafter(
-        config,
+        recipe.config,
         target.spec,
-        tap_layer_ids=taps,
+        tap_layer_ids=recipe.taps,
         embedding_weight=target.embedding_weight,
         lm_head_weight=target.lm_head_weight,
         vocab=vocab,
     )
     start_from_target(drafter, target)
-    objective = (
-        ObjectiveConfig(loss=LossConfig(ce=1.0), weight=WeightConfig(kind="exp", value=4.0)),
-    )
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-3)
+    teacher_head_VD = target.lm_head_weight[vocab.target_ids]
+    objective = ObjectiveConfig(loss=LossConfig(ce=1.0), weight=WeightConfig(kind="exp", value=4.0))
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=recipe.lr)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARMUP_STEPS, 1.0, WARMUP_STEPS)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(STEPS):
+    for _ in range(recipe.steps):
         rows = drafter.training_forward(batch, generator)
-        head_VD = target.lm_head_weight[vocab.target_ids]
-        result = compute_objective(drafter, rows, batch, head_VD, objective)
+        result = compute_objective(drafter, rows, batch, teacher_head_VD, (objective,))
         (result.loss_sum / result.weight_sum).backward()
         optimizer.step()
         optimizer.zero_grad()
+        warmup.step()
     return drafter
 
 
@@ -179,7 +215,7 @@ def _answers(target: Target, prompts: list[Prompt]) -> list[CapturedSequence]:
         target,
         batch_size=len(prompts),
         capacity=MAX_MODEL_LEN,
-        sampling=SamplingParams(max_new_tokens=MAX_TOKENS),
+        sampling=SAMPLING,
         capture_dtype=torch.float32,
     )
     return list(decoder.run(prompts))
@@ -188,9 +224,7 @@ def _answers(target: Target, prompts: list[Prompt]) -> list[CapturedSequence]:
 def _batch(sequences: list[CapturedSequence]) -> TrainBatch:
     lengths = torch.tensor([len(sequence.token_ids) for sequence in sequences])
     cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
-    masks = [
-        torch.arange(len(s.token_ids)) >= len(s.prompt.token_ids) for s in sequences
-    ]
+    masks = [torch.arange(len(s.token_ids)) >= len(s.prompt.token_ids) for s in sequences]
     return TrainBatch(
         input_ids=torch.cat([sequence.token_ids for sequence in sequences]),
         position_ids=torch.cat([torch.arange(int(length)) for length in lengths]),

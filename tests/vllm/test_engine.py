@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import MAX_TOKENS, NUM_SPECULATIVE_TOKENS, Engine
 
 from paceline.models.checkpoints import load_drafter
 from paceline.models.decoding.speculative import generate_speculative
@@ -22,6 +21,7 @@ from paceline.pipelines import export
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
+Engine = Callable[[Path | None, str | None], dict]
 TIE = 1e-3
 """Log-probabilities of the target's two best tokens that rounding alone may put in either order."""
 
@@ -54,6 +54,8 @@ def test_f54_the_engine_serves_the_drafter_that_was_trained(
     engine: Engine,
     target: Target,
     prompts: list[Prompt],
+    sampling: SamplingParams,
+    num_speculative_tokens: int,
     drafter_folder: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
@@ -63,17 +65,18 @@ def test_f54_the_engine_serves_the_drafter_that_was_trained(
     assert differences(served, plain) == []
 
     drafter, _ = load_drafter(folder, target)
-    sampling = SamplingParams(max_new_tokens=MAX_TOKENS)
     traces = [
         generate_speculative(
-            target, drafter, prompt.token_ids, sampling, NUM_SPECULATIVE_TOKENS
+            target, drafter, prompt.token_ids, sampling, num_speculative_tokens
         ).trace
         for prompt in prompts
     ]
     ours = AcceptanceTrace.concat(traces)
     theirs = served["counters"]
     print(f"{method} {layout}: vLLM {acceptance_length(theirs):.3f} {theirs}")
-    print(f"{method} {layout}: ours {ours.acceptance_length:.3f} {ours.num_accepted_tokens_per_pos}")
+    print(
+        f"{method} {layout}: ours {ours.acceptance_length:.3f} {ours.num_accepted_tokens_per_pos}"
+    )
     # Below this a drafter whose layers or taps are swapped would pass unnoticed.
     assert ours.acceptance_length > 1.5
     assert acceptance_length(theirs) == pytest.approx(ours.acceptance_length, rel=0.03)
