@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 import torch.distributed
@@ -183,7 +184,7 @@ class TrainingEngine:
         deepspeed.comm.destroy_process_group()
 
 
-def _import_deepspeed(device: str, rank: int):
+def _import_deepspeed(device: str, rank: int) -> ModuleType:
     # Ray shows each rank its own devices only, so its local rank is 0.
     os.environ.update(DS_ACCELERATOR=device, RANK=str(rank), LOCAL_RANK="0")
     # DeepSpeed calls a collective by its former name in every step.
