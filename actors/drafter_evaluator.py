@@ -1,7 +1,7 @@
 """Measures drafters of one target: acceptance, speed beside plain decoding, losslessness audit.
 
-    evaluator = ray.remote(DrafterEvaluator).remote(target_config, evaluate_config)
-    for ref in evaluator.evaluate.options(num_returns="streaming").remote(folder, prompts): ...
+evaluator = ray.remote(DrafterEvaluator).remote(target_config, evaluate_config)
+for ref in evaluator.evaluate.options(num_returns="streaming").remote(folder, prompts): ...
 """
 
 from __future__ import annotations

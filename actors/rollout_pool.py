@@ -96,9 +96,7 @@ class RolloutPool:
                 "before the last prompt; raise it, lower data.limit, or store fewer bytes with "
                 "cache.dtype=bfloat16. What was collected is kept: continue with resume="
             )
-        ready, _ = ray.wait(
-            list(self._streams), num_returns=len(self._streams), timeout=timeout
-        )
+        ready, _ = ray.wait(list(self._streams), num_returns=len(self._streams), timeout=timeout)
         finished: list[FinishedShard] = []
         for stream in ready:
             number = self._streams[stream]

@@ -4,8 +4,8 @@
     for ref in worker.generate.options(num_returns="streaming").remote(numbered_prompts):
         index, shard_ref = ray.get(ref)
 
-A shard is written as soon as the sequences of its prompts have ended. Prompts are cut into shards by
-their order, not by who ends first, so the shards of a run do not depend on timing.
+A shard is written as soon as the sequences of its prompts have ended. Prompts are cut into shards
+by their order, not by who ends first, so the shards of a run do not depend on timing.
 
 Shapes: T packed tokens, S sequences.
 """
@@ -150,7 +150,9 @@ def shard_from_sequences(sequences: Sequence[CapturedSequence]) -> HiddenStateSh
     )
 
 
-def shard_tasks(prompts: Sequence[Prompt], *, shard_tokens: int, response_tokens: int):
+def shard_tasks(
+    prompts: Sequence[Prompt], *, shard_tokens: int, response_tokens: int
+) -> list[ShardTask]:
     """Cut prompts, in order, into tasks of about `shard_tokens` tokens, responses as given or
     `response_tokens` each.
     """

@@ -21,8 +21,9 @@ from torch import Tensor
 from paceline.models.config import DrafterConfig
 from paceline.models.drafter import Drafter, build_drafter
 from paceline.models.files import replace_text, write_atomically
+from paceline.models.fingerprint import require_same_target
 from paceline.models.records import DrafterCheckpoint
-from paceline.models.target import Target, require_same_target
+from paceline.models.target import Target
 from paceline.models.vocab import DraftVocab
 
 DRAFTER_WEIGHTS = "drafter.safetensors"
@@ -105,7 +106,12 @@ def load_drafter(folder: Path, target: Target) -> tuple[Drafter, DrafterCheckpoi
     TargetMismatchError if the drafter was made for another target.
     """
     record, config = read_record(folder)
-    require_same_target(f"the drafter {folder}", record.target_fingerprint, target)
+    require_same_target(
+        f"the drafter {folder}",
+        record.target_fingerprint,
+        model=target.spec.model,
+        expected=target.fingerprint,
+    )
     tensors = _read_tensors(folder / record.uri, record.sha256)
     vocab = DraftVocab(tensors["d2t"], tensors["t2d"])
     drafter = build_drafter(

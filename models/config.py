@@ -1,4 +1,4 @@
-"""Configuration of what models/ builds. Imports no torch, so that the command line answers at once."""
+"""Configuration of what models/ builds. Imports no torch, so the command line answers at once."""
 
 from __future__ import annotations
 

@@ -21,14 +21,21 @@ from paceline.models.fusers import build_fuser
 from paceline.models.layers import LayerShape, Linear
 from paceline.models.records import DraftProposal, DraftRows, SamplingParams, TrainBatch
 from paceline.models.refiners.registry import REFINERS
-from paceline.models.target import TargetSpec
+from paceline.models.target_spec import TargetSpec
 from paceline.models.vocab import DraftVocab, full_vocab
 
-BACKBONES = {"block": BlockBackbone, "autoregressive": AutoregressiveBackbone}
+BACKBONES: dict[str, type[BlockBackbone] | type[AutoregressiveBackbone]] = {
+    "block": BlockBackbone,
+    "autoregressive": AutoregressiveBackbone,
+}
 
 
 class Drafter(nn.Module):
     """See the module docstring. Build one with `build_drafter`."""
+
+    d2t: Tensor  # [Vd] int64
+    t2d: Tensor  # [V] bool
+    backbone: BlockBackbone | AutoregressiveBackbone
 
     def __init__(
         self,
@@ -70,9 +77,7 @@ class Drafter(nn.Module):
     def training_forward(self, batch: TrainBatch, generator: torch.Generator) -> DraftRows:
         """Supervised rows of a packed batch; `generator` draws the anchors."""
         context_TD = self.fuser(batch.aux_hidden_states)
-        rows = self.backbone.training_forward(
-            batch, context_TD, self.embedding_weight, generator
-        )
+        rows = self.backbone.training_forward(batch, context_TD, self.embedding_weight, generator)
         return DraftRows(
             hidden=self.refiner(rows.hidden),
             slot=rows.slot,
@@ -175,7 +180,7 @@ def default_tap_layer_ids(config: DrafterConfig, num_layers: int) -> tuple[int, 
     Both count the outputs of 0-based decoder layers. Few layers give fewer distinct taps.
     """
     if config.backbone.kind == "autoregressive":
-        ids = (1, num_layers // 2 - 1, num_layers - 4)
+        ids: tuple[int, ...] = (1, num_layers // 2 - 1, num_layers - 4)
     elif config.backbone.num_layers == 1:
         ids = (num_layers // 2,)
     else:

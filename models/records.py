@@ -29,7 +29,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How a token is drawn from the target: temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+    """How a token is drawn: temperature 0 is greedy; top_k 0 and top_p 1 are off."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -40,7 +40,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt, tokenised: `response_token_ids` is set when the response is given, not generated."""
+    """One prompt, tokenised; `response_token_ids` is set when the response is given."""
 
     prompt_id: str
     domain: str
@@ -201,7 +201,7 @@ class DraftRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftProposal:
-    """Tokens a drafter proposes. parent -1 is the anchor, so a chain is parent = (-1, 0, 1, ...)."""
+    """Tokens a drafter proposes. parent -1 is the anchor: a chain is (-1, 0, 1, ...)."""
 
     tokens: Tensor  # [M] int64, target vocabulary
     parent: Tensor  # [M] int64

@@ -10,9 +10,9 @@ engines disagree on whether its output is normed.
 
 from __future__ import annotations
 
-import hashlib
-import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,42 +20,16 @@ from torch import Tensor, nn
 from paceline.kernels.linear import few_row_linear
 from paceline.models.config import TargetConfig
 from paceline.models.embedded import resolve_model
+from paceline.models.fingerprint import fingerprint, tokenizer_hash
 from paceline.models.grouped_attention import ATTENTION_NAME
 from paceline.models.kv_cache import SlotCache
+from paceline.models.target_spec import read_spec
 
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-
-BIT_PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class TargetMismatchError(ValueError):
-    """Something was made for another target than the one at hand."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetSpec:
-    """The numbers of a target that a drafter is built from."""
-
-    model: str
-    model_type: str
-    hidden_size: int
-    num_layers: int
-    vocab_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-    mask_token_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +50,7 @@ class FewRowLinear(nn.Linear):
 class Target:
     """A causal LM with taps. Build it with `Target.load`."""
 
-    def __init__(self, model: nn.Module, tokenizer, config: TargetConfig) -> None:
+    def __init__(self, model: Any, tokenizer: Any, config: TargetConfig) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.target_config = config
@@ -86,9 +60,9 @@ class Target:
         self.tap_layer_ids: tuple[int, ...] = ()
         self._taps: dict[int, Tensor] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.spec = _spec(model, tokenizer, config.model)
-        self.tokenizer_hash = _tokenizer_hash(tokenizer)
-        self.fingerprint = _fingerprint(model, self.tokenizer_hash)
+        self.spec = read_spec(model, tokenizer, config.model)
+        self.tokenizer_hash = tokenizer_hash(tokenizer)
+        self.fingerprint = fingerprint(model, self.tokenizer_hash)
         _use_few_row_linears(model)
 
     @staticmethod
@@ -153,7 +127,7 @@ class Target:
             self.layers[i].register_forward_hook(self._keep_output(i)) for i in layer_ids
         ]
 
-    def _keep_output(self, layer_id: int):
+    def _keep_output(self, layer_id: int) -> Callable[[nn.Module, tuple, Tensor | tuple], None]:
         def keep(_module: nn.Module, _inputs: tuple, output: Tensor | tuple) -> None:
             self._taps[layer_id] = output if isinstance(output, Tensor) else output[0]
 
@@ -199,10 +173,10 @@ class Target:
         """Take new weights (the names of the model's state dict) as target version `version`."""
         self.model.load_state_dict(state, strict=False)
         self.version = version
-        self.fingerprint = _fingerprint(self.model, self.tokenizer_hash)
+        self.fingerprint = fingerprint(self.model, self.tokenizer_hash)
 
 
-def load_tokenizer(config: TargetConfig):
+def load_tokenizer(config: TargetConfig) -> Any:
     """The target's tokenizer alone. Raises ValueError as `Target.load`."""
     from transformers import AutoTokenizer
 
@@ -223,16 +197,6 @@ def _cannot_load(config: TargetConfig, error: OSError) -> ValueError:
     )
 
 
-def require_same_target(what: str, fingerprint: str, target: Target) -> None:
-    """Raise TargetMismatchError unless `fingerprint` is the target's, naming both."""
-    if fingerprint != target.fingerprint:
-        raise TargetMismatchError(
-            f"{what} was made for the target with fingerprint {fingerprint}, but "
-            f"target.model={target.spec.model} has {target.fingerprint}: use the target it was "
-            "made for, or make it again for this one"
-        )
-
-
 def _use_few_row_linears(model: nn.Module) -> None:
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -240,70 +204,3 @@ def _use_few_row_linears(model: nn.Module) -> None:
                 fast = FewRowLinear(child.in_features, child.out_features, device="meta")
                 fast.weight, fast.bias = child.weight, child.bias
                 setattr(module, name, fast)
-
-
-def _spec(model: nn.Module, tokenizer, name: str) -> TargetSpec:
-    config = model.get_decoder().config
-    values = config.to_dict()
-    rope = values.get("rope_parameters") or {}
-    # Gemma keeps one set per layer type; its full-attention layers carry the long-range theta.
-    rope = rope.get("full_attention", rope)
-    heads = config.num_attention_heads
-    eos = model.generation_config.eos_token_id
-    eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-    return TargetSpec(
-        model=name,
-        model_type=config.model_type,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        vocab_size=model.get_input_embeddings().weight.shape[0],
-        num_attention_heads=heads,
-        num_key_value_heads=values.get("num_key_value_heads") or heads,
-        head_dim=values.get("head_dim") or config.hidden_size // heads,
-        intermediate_size=config.intermediate_size,
-        rms_norm_eps=values.get("rms_norm_eps", 1e-6),
-        rope_theta=float(rope.get("rope_theta", 10000.0)),
-        max_position_embeddings=config.max_position_embeddings,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_ids=tuple(sorted(eos_ids)),
-        mask_token_id=_mask_token_id(tokenizer, model.get_input_embeddings().weight.shape[0]),
-    )
-
-
-def _mask_token_id(tokenizer, vocab_size: int) -> int:
-    """An id that text never holds: a mask or reserved special token, else unk, pad or the last id."""
-    vocab = tokenizer.get_vocab()
-    for token in ("<|mask|>", "<mask>", "[MASK]", "<|fim_pad|>", "<reponame>", "<unused0>"):
-        if token in vocab:
-            return vocab[token]
-    for token_id in (tokenizer.pad_token_id, tokenizer.unk_token_id):
-        if token_id is not None and token_id != tokenizer.eos_token_id:
-            return token_id
-    return vocab_size - 1
-
-
-def _tokenizer_hash(tokenizer) -> str:
-    digest = hashlib.sha256()
-    digest.update(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
-    digest.update(str(tokenizer.chat_template).encode())
-    return digest.hexdigest()[:16]
-
-
-def _fingerprint(model: nn.Module, tokenizer_hash: str) -> str:
-    """Hash of config, weights, tokenizer and chat template.
-
-    Weights enter as name, shape, 64 evenly spread values and the sum of all bit patterns as
-    integers: exact in any order of summation, so the same on every device and thread count.
-    """
-    digest = hashlib.sha256(tokenizer_hash.encode())
-    config = model.config.to_dict()
-    for key in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
-        config.pop(key, None)
-    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        flat = tensor.detach().reshape(-1)
-        bits = flat.view(BIT_PATTERNS[flat.element_size()])
-        index = torch.arange(64, device=flat.device) * (flat.numel() - 1) // 63
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(str([*bits[index].tolist(), int(bits.sum(dtype=torch.int64))]).encode())
-    return digest.hexdigest()[:16]

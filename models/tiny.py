@@ -1,4 +1,4 @@
-"""Tiny random targets of each supported family, with a byte tokenizer: for tests and the debug recipe.
+"""Tiny random targets of each family, with a byte tokenizer: for tests and the debug recipe.
 
 Weights are random with a fixed seed, a little larger than usual so that greedy text varies. Each
 folder holds a config, safetensors, a tokenizer of 256 bytes plus specials and a chat template.
@@ -7,6 +7,10 @@ folder holds a config, safetensors, a tokenizer of 256 bytes plus specials and a
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 TINY_FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "mistral")
 NUM_LAYERS = 5
@@ -36,7 +40,7 @@ def write_tiny_target(family: str, folder: Path, *, seed: int = 0) -> None:
     model.save_pretrained(folder)
 
 
-def _byte_tokenizer():
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -55,7 +59,7 @@ def _byte_tokenizer():
     )
 
 
-def _tiny_config(family: str, tokenizer):
+def _tiny_config(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     shape = {

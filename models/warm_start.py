@@ -10,8 +10,10 @@ Shapes: D width, H heads, d head width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.models.backbones.block import BlockBackbone
 from paceline.models.drafter import Drafter
@@ -43,7 +45,7 @@ def start_from_target(drafter: Drafter, target: Target) -> None:
             _start_autoregressive_layer(layer, source)
     drafter.backbone.norm.weight.copy_(target.decoder.norm.weight)
     if isinstance(drafter.backbone, BlockBackbone):
-        first = target.layers[layer_ids[0]]
+        first: Any = target.layers[layer_ids[0]]
         drafter.backbone.context_norm.weight.copy_(first.input_layernorm.weight)
 
 
@@ -57,7 +59,7 @@ def _copy(destination: Tensor, source: Tensor, name: str) -> None:
     destination.copy_(source)
 
 
-def _start_block_layer(layer: nn.Module, source: nn.Module) -> None:
+def _start_block_layer(layer: Any, source: Any) -> None:
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         _copy(getattr(layer.self_attn, name).weight, getattr(source.self_attn, name).weight, name)
     for norm, projection in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
@@ -71,7 +73,7 @@ def _start_block_layer(layer: nn.Module, source: nn.Module) -> None:
     _start_shared(layer, source)
 
 
-def _start_autoregressive_layer(layer: nn.Module, source: nn.Module) -> None:
+def _start_autoregressive_layer(layer: Any, source: Any) -> None:
     width = source.self_attn.q_proj.weight.shape[1]
     for name in ("q_proj", "k_proj", "v_proj"):
         own = getattr(layer.self_attn, name).weight
@@ -83,11 +85,9 @@ def _start_autoregressive_layer(layer: nn.Module, source: nn.Module) -> None:
     _start_shared(layer, source)
 
 
-def _start_shared(layer: nn.Module, source: nn.Module) -> None:
+def _start_shared(layer: Any, source: Any) -> None:
     for name in ("gate_proj", "up_proj", "down_proj"):
         _copy(getattr(layer.mlp, name).weight, getattr(source.mlp, name).weight, name)
-    _copy(
-        layer.post_attention_layernorm.weight, source.post_attention_layernorm.weight, "norm"
-    )
-    if isinstance(layer.input_layernorm, nn.Module) and "hidden_norm" not in layer._modules:
+    _copy(layer.post_attention_layernorm.weight, source.post_attention_layernorm.weight, "norm")
+    if "hidden_norm" not in layer._modules:
         _copy(layer.input_layernorm.weight, source.input_layernorm.weight, "input_layernorm")

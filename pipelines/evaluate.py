@@ -36,9 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     folder = Path(config.drafter_dir).resolve()
     read_record(folder)  # a wrong folder is said before anything is loaded
     # The prompts given to evaluate are the held-out ones: `data.prompts`, under either limit.
-    data = config.data.model_copy(
-        update={"limit": config.data.limit or config.data.heldout_limit}
-    )
+    data = config.data.model_copy(update={"limit": config.data.limit or config.data.heldout_limit})
     given = "prompts" in config.data.model_fields_set
     source = config.data.prompts if given else config.data.heldout
     prompts = load_prompts(source, tokenizer=load_tokenizer(config.target), data=data)

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     """Load, check, write, and say how the drafter is served."""
     config = load_config("export", sys.argv[1:] if argv is None else argv)
     target = Target.load(config.target)
-    drafter, checkpoint = load_drafter(Path(config.drafter_dir), target)
+    drafter, checkpoint = load_drafter(config.drafter_folder, target)
     write_export(drafter, config.format, config.out_dir, verifier_of(target, config.target))
     print(f"{config.out_dir}: {config.format} drafter, version {checkpoint.drafter_version}")
     if config.format == "sglang" and (note := sglang_note(drafter)):

@@ -27,9 +27,7 @@ def measure(
 ) -> tuple[list[EvalRecord], list[PromptResult]]:
     """Evaluate a drafter on prompts, with a bar; one record per domain, the total last."""
     results: list[PromptResult] = []
-    stream = evaluator.evaluate.options(num_returns="streaming").remote(
-        str(folder), list(prompts)
-    )
+    stream = evaluator.evaluate.options(num_returns="streaming").remote(str(folder), list(prompts))
     for ref in stream:
         results.append(ray.get(ref))
         rounds = sum(r.speculative.trace.num_drafts for r in results)
@@ -50,9 +48,7 @@ def evaluation_document(
     """The figures and records of an evaluation as JSON values."""
     total = records[-1]
     speedups = sorted(result.speedup for result in results)
-    low, _, high = (
-        statistics.quantiles(speedups, n=4) if len(speedups) > 1 else (speedups[0],) * 3
-    )
+    low, _, high = statistics.quantiles(speedups, n=4) if len(speedups) > 1 else (speedups[0],) * 3
     length = _figure(total.acceptance_length, "tokens/round", "higher", total.num_drafts)
     figures = {
         "acceptance_length": length,

@@ -1,14 +1,15 @@
 """The rollout stage of a run: workers fill the cache while something else may train on it.
 
-    with Rollouts(config, prepared, run, bars) as rollouts:
-        rollouts.advance(timeout=0.0)          # register what is finished, log it
-        refs = rollouts.refs(start=0)          # shards in order, as far as they are there
+with Rollouts(config, prepared, run, bars) as rollouts:
+    rollouts.advance(timeout=0.0)          # register what is finished, log it
+    refs = rollouts.refs(start=0)          # shards in order, as far as they are there
 """
 
 from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from types import TracebackType
 
 import ray
 
@@ -26,9 +27,7 @@ CACHE_FOLDER = "hidden_states"
 class Rollouts:
     """See the module docstring. What a cache already holds is not rolled out again."""
 
-    def __init__(
-        self, config: RunConfig, prepared: Preparation, run: RunLog, bars: Bars
-    ) -> None:
+    def __init__(self, config: RunConfig, prepared: Preparation, run: RunLog, bars: Bars) -> None:
         self.folder = run.out / CACHE_FOLDER
         self._run = run
         self._bars = bars
@@ -93,7 +92,12 @@ class Rollouts:
         """Shards from index `start` on, in order, up to the first that is missing."""
         return ray.get(self._cache.refs.remote(start))
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._pool.close()
         # An open stage is closed with the error that is passing, FAILED or KILLED.
-        self._stack.__exit__(*error)
+        self._stack.__exit__(kind, error, trace)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.actors.tracker import Tracker, tracking_uri
+from paceline.actors.tracker import RunStatus, Tracker, tracking_uri
 from paceline.pipelines.config import RESOLVED_CONFIG, ConfigError, RunConfig
 from paceline.pipelines.provenance import collect_provenance, write_provenance
 
@@ -91,7 +91,7 @@ def open_run(workflow: str, argv: Sequence[str], config: RunConfig) -> Iterator[
 
 @contextmanager
 def _closing(tracker: Tracker, run_id: str) -> Iterator[None]:
-    status = "FAILED"
+    status: RunStatus = "FAILED"
     try:
         yield
         status = "FINISHED"

@@ -9,9 +9,7 @@ from paceline.pipelines.config import RunConfig
 from paceline.pipelines.run_log import RunLog
 
 
-def print_summary(
-    config: RunConfig, run: RunLog, before: EvalRecord, after: EvalRecord
-) -> None:
+def print_summary(config: RunConfig, run: RunLog, before: EvalRecord, after: EvalRecord) -> None:
     """The run's result in a dozen lines."""
     exported = run.out / "exported"
     lines = (

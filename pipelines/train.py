@@ -4,8 +4,8 @@
     paceline train recipe=eagle3 target.model=/models/llama data.prompts=prompts.jsonl out=runs/x
     paceline train resume=runs/x
 
-Rollouts and training overlap: the trainer starts on the first shards while workers go on. A tiny run
-of every stage: `paceline train recipe=debug out=/tmp/debug`.
+Rollouts and training overlap: the trainer starts on the first shards while workers go on. A tiny
+run of every stage: `paceline train recipe=debug`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import ray
 
 from paceline.actors.drafter_evaluator import DrafterEvaluator
 from paceline.actors.drafter_store import DrafterStore
-from paceline.actors.training_records import TrainerSetup
 from paceline.actors.trainer_group import TrainerGroup
+from paceline.actors.training_records import TrainerSetup
 from paceline.models.checkpoints import DRAFTER_RECORD
 from paceline.models.prompts import load_prompts
 from paceline.models.training_state import list_checkpoints
@@ -77,9 +77,7 @@ def main(argv: list[str] | None = None) -> None:
             )
             some = heldout.prompts[: config.evaluate.untrained_prompts]
             before, _ = measure(evaluator, initial, some, bars, "untrained")
-            records, results = measure(
-                evaluator, drafter_folder, heldout.prompts, bars, "evaluate"
-            )
+            records, results = measure(evaluator, drafter_folder, heldout.prompts, bars, "evaluate")
             for record in records:
                 stage.log(record_metrics(record), step=published.step)
         document = evaluation_document(

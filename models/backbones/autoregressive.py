@@ -93,9 +93,7 @@ class AutoregressiveBackbone(nn.Module):
         attention = self.layer.self_attn
 
         next_ids_SL = batch.input_ids[torch.minimum(index_SL + 1, end_S1 - 1)]
-        inputs_SLE = self.layer.attention_input(
-            embedding_VD[next_ids_SL], context_TD[index_SL]
-        )
+        inputs_SLE = self.layer.attention_input(embedding_VD[next_ids_SL], context_TD[index_SL])
         position_SL = batch.position_ids[index_SL]
         key_SLGd, value_SLGd = attention.key_value(inputs_SLE, position_SL)
         before_SNL = torch.arange(index_SL.shape[1], device=row_SN.device) < start_SN[..., None]
@@ -189,9 +187,7 @@ def _chain_starts(enabled_SL: Tensor) -> tuple[Tensor, Tensor]:
     return order.masked_fill(~chosen, 0), chosen
 
 
-def _rows(
-    batch: TrainBatch, hidden_SNKD: Tensor, row_SN: Tensor, chosen_SN: Tensor
-) -> DraftRows:
+def _rows(batch: TrainBatch, hidden_SNKD: Tensor, row_SN: Tensor, chosen_SN: Tensor) -> DraftRows:
     end_S11 = batch.cu_seqlens[1:, None, None]
     slots_K = torch.arange(hidden_SNKD.shape[2], device=row_SN.device)
     label_SNK = row_SN[..., None] + 2 + slots_K

@@ -99,9 +99,7 @@ class BlockBackbone(nn.Module):
         rows_B = torch.arange(self.config.block_size, device=context_TD.device)
         first_S = batch.cu_seqlens[:-1]
         position_SNB = anchor_SN[:, :, None] + rows_B
-        visible_SNL = (
-            torch.arange(index_SL.shape[1], device=index_SL.device) < anchor_SN[..., None]
-        )
+        visible_SNL = torch.arange(index_SL.shape[1], device=index_SL.device) < anchor_SN[..., None]
         hidden_SNBD = self._run(
             batch.input_ids[first_S[:, None] + anchor_SN],
             position_SNB,

@@ -110,9 +110,7 @@ class BatchedDecoder:
         ids = (*prompt.token_ids, *prompt.response_token_ids)
         positions = torch.arange(len(ids), device=self.target.device)[None]
         token_ids = torch.tensor([ids], device=self.target.device)
-        output = self.target.forward(
-            token_ids, positions, SlotCache(1, len(ids)), slice(0, 1)
-        )
+        output = self.target.forward(token_ids, positions, SlotCache(1, len(ids)), slice(0, 1))
         first = len(prompt.token_ids)
         logits = self.target.logits(output.last_hidden_states[0, first - 1 : -1])
         logprobs = torch.zeros(len(ids))
@@ -131,9 +129,7 @@ class BatchedDecoder:
         device = self.target.device
         newest = torch.tensor([[slot.response[-1]] for slot in self._slots], device=device)
         positions = torch.tensor([[slot.length - 1] for slot in self._slots], device=device)
-        output = self.target.forward(
-            newest, positions, self._cache, slice(0, len(self._slots))
-        )
+        output = self.target.forward(newest, positions, self._cache, slice(0, len(self._slots)))
         logits_BV = self.target.logits(output.last_hidden_states[:, 0])
         for i, slot in enumerate(self._slots):
             slot.aux_LAD[slot.length - 1] = output.aux_hidden_states[i, 0]

@@ -22,9 +22,7 @@ class Generation:
     seconds: float  # prefill and decoding
 
 
-def choose(
-    logits_V: Tensor, sampling: SamplingParams, generator: torch.Generator | None
-) -> int:
+def choose(logits_V: Tensor, sampling: SamplingParams, generator: torch.Generator | None) -> int:
     """Next token from target logits [V]: argmax at temperature 0, else a draw."""
     if sampling.temperature == 0.0:
         return int(logits_V.argmax())

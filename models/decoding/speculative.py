@@ -82,9 +82,7 @@ def generate_speculative(
     accepted: list[int] = []
     while reason is None:
         drafter.extend(draft_cache, aux, torch.tensor(next_ids, device=aux.device))
-        proposal = drafter.propose(
-            draft_cache, anchor, num_speculative_tokens, sampling, generator
-        )
+        proposal = drafter.propose(draft_cache, anchor, num_speculative_tokens, sampling, generator)
         start = len(prompt_ids) + len(response) - 1
         output = _read(target, cache, [anchor, *proposal.tokens.tolist()], start)
         logits_K1V = target.logits(output.last_hidden_states[0])
@@ -110,14 +108,12 @@ def verify_chain(
     sampling: SamplingParams,
     generator: torch.Generator,
 ) -> VerifyResult:
-    """Decide how much of a chain stays, from the target's logits after the anchor and each draft."""
+    """Decide how much of a chain stays, from target logits after the anchor and each draft."""
     if sampling.temperature == 0.0:
         path, bonus = greedy_walk(logits_K1V.argmax(dim=-1), proposal.tokens, proposal.parent)
         accepted = tuple(path)
     else:
-        probs = probs_from_logits(
-            logits_K1V, sampling.temperature, sampling.top_k, sampling.top_p
-        )
+        probs = probs_from_logits(logits_K1V, sampling.temperature, sampling.top_k, sampling.top_p)
         count, bonus = chain_rejection(probs, proposal.tokens, proposal.draft_probs, generator)
         accepted = tuple(range(count))
     return VerifyResult(

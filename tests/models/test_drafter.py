@@ -48,9 +48,7 @@ def shard(target: Target) -> HiddenStateShard:
     return HiddenStateShard(
         input_ids=torch.cat([ids for ids, _, _ in parts]).int(),
         position_ids=torch.cat([torch.arange(n) for n in LENGTHS]).int(),
-        loss_mask=torch.cat(
-            [torch.arange(n) >= p for n, p in zip(LENGTHS, PROMPTS, strict=True)]
-        ),
+        loss_mask=torch.cat([torch.arange(n) >= p for n, p in zip(LENGTHS, PROMPTS, strict=True)]),
         cu_seqlens=torch.tensor([0, LENGTHS[0], sum(LENGTHS)], dtype=torch.int32),
         aux_hidden_states=torch.cat([aux for _, aux, _ in parts]),
         last_hidden_states=torch.cat([last for _, _, last in parts]),
@@ -196,9 +194,7 @@ def test_b_a_draft_vocabulary_larger_than_the_targets_is_refused(target: Target)
 def test_layers_can_start_from_the_targets_own(target: Target, name: str) -> None:
     base = VARIANTS[name]
     ids = (1, 3)[: base.num_layers]
-    config = DrafterConfig(
-        backbone=base.model_copy(update={"init_from_target_layers": ids})
-    )
+    config = DrafterConfig(backbone=base.model_copy(update={"init_from_target_layers": ids}))
     drafter = build_drafter(
         config,
         target.spec,

@@ -8,8 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from paceline.models.config import TargetConfig
 from paceline.models.embedded import resolve_model
+from paceline.models.fingerprint import TargetMismatchError, require_same_target
 from paceline.models.kv_cache import SlotCache
-from paceline.models.target import Target, TargetMismatchError, require_same_target
+from paceline.models.target import Target
 from paceline.models.tiny import NUM_LAYERS, TINY_FAMILIES
 
 TAPS = (0, 2, 3)
@@ -129,7 +130,7 @@ def test_the_fingerprint_follows_weights_and_template_and_nothing_else(llama: Ta
 
 def test_a_foreign_fingerprint_is_refused_with_both_values(llama: Target) -> None:
     with pytest.raises(TargetMismatchError, match=rf"0123abcd.*{llama.fingerprint}"):
-        require_same_target("the drafter x", "0123abcd", llama)
+        require_same_target("x", "0123abcd", model="m", expected=llama.fingerprint)
 
 
 def test_an_unknown_model_is_named_with_the_remedy() -> None:
