@@ -113,7 +113,7 @@ def load_drafter(folder: Path, target: Target) -> tuple[Drafter, DrafterCheckpoi
         expected=target.fingerprint,
     )
     tensors = _read_tensors(folder / record.uri, record.sha256)
-    vocab = DraftVocab(tensors["d2t"], tensors["t2d"])
+    vocab = _vocab_of(folder / record.uri, tensors, config, target.spec.vocab_size)
     drafter = build_drafter(
         config,
         target.spec,
@@ -130,6 +130,22 @@ def load_drafter(folder: Path, target: Target) -> tuple[Drafter, DrafterCheckpoi
         ) from error
     target.tap(record.tap_layer_ids)
     return drafter, record
+
+
+def _vocab_of(
+    path: Path, tensors: dict[str, Tensor], config: DrafterConfig, target_vocab_size: int
+) -> DraftVocab:
+    """The map inside the weights; it must be the one that the record speaks of."""
+    size = config.draft_vocab_size or target_vocab_size
+    if "d2t" not in tensors or "t2d" not in tensors:
+        raise CheckpointError(f"{path} lacks its vocabulary map (d2t, t2d): use another checkpoint")
+    vocab = DraftVocab(tensors["d2t"], tensors["t2d"])
+    if (vocab.size, len(vocab.t2d)) != (size, target_vocab_size):
+        raise CheckpointError(
+            f"{path} maps {vocab.size} draft tokens of {len(vocab.t2d)}, but {DRAFTER_RECORD} and "
+            f"the target say {size} of {target_vocab_size}: use another checkpoint"
+        )
+    return vocab
 
 
 def _read_tensors(path: Path, expected_sha256: str) -> dict[str, Tensor]:

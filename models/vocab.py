@@ -27,10 +27,6 @@ class DraftVocab:
     def size(self) -> int:
         return len(self.d2t)
 
-    def key(self) -> str:
-        """Names the map by both sizes, so that a map of other sizes is never taken for it."""
-        return f"{self.size}-of-{len(self.t2d)}"
-
 
 def full_vocab(target_vocab_size: int) -> DraftVocab:
     """Every target token, in order."""

@@ -8,6 +8,7 @@ refused, with the option to change.
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
@@ -20,20 +21,47 @@ from paceline.models.export.sglang import sglang_note
 from paceline.models.export.speculators import Verifier, recommended_speculative_tokens
 from paceline.models.target import Target
 from paceline.pipelines.config import load_config
+from paceline.pipelines.run_log import open_beside
+
+logger = logging.getLogger(__name__)
 
 METHODS = {"autoregressive": "eagle3", "block": "dflash"}
 
 
 def main(argv: list[str] | None = None) -> None:
     """Load, check, write, and say how the drafter is served."""
-    config = load_config("export", sys.argv[1:] if argv is None else argv)
-    target = Target.load(config.target)
-    drafter, checkpoint = load_drafter(config.drafter_folder, target)
-    write_export(drafter, config.format, config.out_dir, verifier_of(target, config.target))
-    print(f"{config.out_dir}: {config.format} drafter, version {checkpoint.drafter_version}")
-    if config.format == "sglang" and (note := sglang_note(drafter)):
-        print(f"note: {note}")
-    print(serving_command(drafter, config.format, config.out_dir, config.target))
+    argv = sys.argv[1:] if argv is None else argv
+    config = load_config("export", argv)
+    with open_beside("export", argv, config, config.drafter_folder) as run:
+        target = Target.load(config.target)
+        command = export_drafter(
+            config.drafter_folder, config.format, config.out_dir, target, config.target
+        )
+        run.artifact(config.out_dir, f"exported-{config.format}")
+    print(command)
+
+
+def export_drafter(
+    folder: Path, layout: str, out: Path, target: Target, target_config: TargetConfig
+) -> str:
+    """Write the drafter of `folder` for an engine into `out`; returns the command that serves it.
+
+    Raises ValueError for what the engine could only serve as something else.
+    """
+    drafter, checkpoint = load_drafter(folder, target)
+    write_export(drafter, layout, out, verifier_of(target, target_config))
+    logger.info("%s: %s drafter, version %d", out, layout, checkpoint.drafter_version)
+    if layout == "sglang" and (note := sglang_note(drafter)):
+        logger.warning("%s", note)
+    return serving_command(drafter, layout, out, target_config)
+
+
+def try_export(folder: Path, out: Path, target: TargetConfig) -> str:
+    """The vLLM export of a drafter and its serving command, or why no engine can serve it."""
+    try:
+        return export_drafter(folder, "vllm", out, Target.load(target), target)
+    except ValueError as error:
+        return f"not possible: {error}"
 
 
 def verifier_of(target: Target, config: TargetConfig) -> Verifier:

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
 
 from paceline.actors.rollout_worker import ShardTask, shard_tasks
-from paceline.models.checkpoints import new_record, save_drafter
-from paceline.models.drafter import Drafter, build_drafter, default_tap_layer_ids
+from paceline.models.drafter import default_tap_layer_ids
 from paceline.models.prompts import PromptSet, load_prompts
-from paceline.models.records import DrafterCheckpoint, Prompt, ShardRef
 from paceline.models.shard_checks import ShardSource
-from paceline.models.shards import read_shard
 from paceline.models.target import Target
-from paceline.models.vocab import DraftVocab, full_vocab, most_frequent_vocab
-from paceline.models.warm_start import start_from_target
 from paceline.pipelines.config import RunConfig
-
-RESPONSE_WEIGHT = 1_000_000
-"""Response tokens come first in the draft vocabulary; prompt tokens fill what is left."""
 
 logger = logging.getLogger(__name__)
 
@@ -90,43 +78,3 @@ def check_positions(target: Target, prompts: PromptSet, max_new_tokens: int) -> 
             f"max_new_tokens={max_new_tokens} that exceeds the {limit} positions of "
             f"{target.spec.model}: lower data.max_context_tokens or max_new_tokens"
         )
-
-
-def choose_vocab(
-    config: RunConfig,
-    target: Target,
-    prompts: Sequence[Prompt],
-    cache_folder: Path,
-    refs: Sequence[ShardRef],
-) -> DraftVocab:
-    """The draft vocabulary: the tokens most frequent in the given shards' responses."""
-    if config.drafter.draft_vocab_size is None:
-        return full_vocab(target.spec.vocab_size)
-    counts = torch.zeros(target.spec.vocab_size, dtype=torch.int64)
-    for ref in refs:
-        shard = read_shard(cache_folder, ref)
-        responses = shard.input_ids[shard.loss_mask].long()
-        counts += RESPONSE_WEIGHT * torch.bincount(responses, minlength=len(counts))
-    for prompt in prompts:
-        counts += torch.bincount(torch.tensor(prompt.token_ids), minlength=len(counts))
-    return most_frequent_vocab(
-        counts, config.drafter.draft_vocab_size, always=target.spec.eos_token_ids
-    )
-
-
-def make_drafter(
-    config: RunConfig, target: Target, vocab: DraftVocab, folder: Path, mlflow_run_id: str
-) -> tuple[Drafter, DrafterCheckpoint]:
-    """An untrained drafter of the recipe, saved into `folder`."""
-    drafter = build_drafter(
-        config.drafter,
-        target.spec,
-        tap_layer_ids=target.tap_layer_ids,
-        embedding_weight=target.embedding_weight,
-        lm_head_weight=target.lm_head_weight,
-        vocab=vocab,
-        seed=config.seed,
-    )
-    start_from_target(drafter, target)
-    record = new_record(config.drafter, target, mlflow_run_id)
-    return drafter, save_drafter(folder, drafter, record)

@@ -11,6 +11,7 @@ The folder keeps config.yaml, provenance.json, metrics.jsonl (a line per value) 
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,6 +62,10 @@ class RunLog:
         with (self.out / TIMELINE_FILE).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record values of the workflow as a whole."""
+        self.tracker.log(self.run_id, metrics, step)
+
     def artifact(self, path: Path, dest: str | None = None) -> None:
         """Keep a file or folder of the run in MLflow."""
         self.tracker.artifact(self.run_id, path, dest)
@@ -86,6 +91,23 @@ def open_run(workflow: str, argv: Sequence[str], config: RunConfig) -> Iterator[
     for path in files:
         tracker.artifact(run_id, path)
     with _closing(tracker, run_id):
+        yield RunLog(out, tracker, run_id)
+
+
+@contextmanager
+def open_beside(
+    workflow: str, argv: Sequence[str], config: RunConfig, drafter: Path
+) -> Iterator[RunLog]:
+    """A run about a drafter that is there already, kept with the run the drafter belongs to."""
+    out = drafter.resolve().parent
+    provenance = collect_provenance(workflow, argv, config)
+    tracker = Tracker(tracking_uri(config.tracker, out), config.tracker.experiment)
+    tags = {"workflow": workflow, "command": provenance["command"], "drafter": str(drafter)}
+    run_id = tracker.start(f"{workflow} {drafter}", provenance["config"], tags)
+    with _closing(tracker, run_id):
+        with tempfile.TemporaryDirectory() as folder:
+            for path in write_provenance(Path(folder), provenance, config):
+                tracker.artifact(run_id, path)
         yield RunLog(out, tracker, run_id)
 
 

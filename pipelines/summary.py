@@ -5,13 +5,11 @@ from __future__ import annotations
 from rich.console import Console
 
 from paceline.models.records import EvalRecord
-from paceline.pipelines.config import RunConfig
 from paceline.pipelines.run_log import RunLog
 
 
-def print_summary(config: RunConfig, run: RunLog, before: EvalRecord, after: EvalRecord) -> None:
-    """The run's result in a dozen lines."""
-    exported = run.out / "exported"
+def print_summary(run: RunLog, before: EvalRecord, after: EvalRecord, serving: str) -> None:
+    """The run's result in a dozen lines; `serving` is the command that serves the drafter."""
     lines = (
         f"acceptance length   {before.acceptance_length:.2f} untrained -> "
         f"{after.acceptance_length:.2f} (greedy rounds of {after.num_speculative_tokens} drafts)",
@@ -23,9 +21,7 @@ def print_summary(config: RunConfig, run: RunLog, before: EvalRecord, after: Eva
         f"report              {run.out / 'report.html'}",
         f"evaluation          {run.out / 'evaluate.json'}",
         f"MLflow run          {run.run_id} in {run.tracker.uri}",
-        "serve it with vLLM  "
-        f"paceline export drafter={run.out / 'drafter'} target={config.target.model} "
-        f"format=vllm out={exported}",
+        f"serve it with vLLM  {serving}",
     )
     console = Console(soft_wrap=True, highlight=False)
     console.print()

@@ -23,11 +23,12 @@ from paceline.actors.drafter_evaluator import DrafterEvaluator
 from paceline.actors.drafter_store import DrafterStore
 from paceline.actors.trainer_group import TrainerGroup
 from paceline.actors.training_records import TrainerSetup
-from paceline.models.checkpoints import DRAFTER_RECORD
 from paceline.models.prompts import load_prompts
 from paceline.models.training_state import list_checkpoints
 from paceline.pipelines.cluster import ray_cluster
 from paceline.pipelines.config import RunConfig, load_config
+from paceline.pipelines.export import try_export
+from paceline.pipelines.initial_drafter import initial_drafter
 from paceline.pipelines.measurement import (
     evaluation_document,
     measure,
@@ -35,7 +36,7 @@ from paceline.pipelines.measurement import (
     record_metrics,
     write_document,
 )
-from paceline.pipelines.preparation import Preparation, choose_vocab, make_drafter, prepare
+from paceline.pipelines.preparation import prepare
 from paceline.pipelines.progress import Bars, progress_bars
 from paceline.pipelines.report import write_report
 from paceline.pipelines.rollout_stage import Rollouts
@@ -88,35 +89,12 @@ def main(argv: list[str] | None = None) -> None:
             before=before[-1],
         )
         write_document(run.out / "evaluate.json", document)
+        serving = try_export(drafter_folder, run.out / "exported", config.target)
         report = write_report(run.out)
         for path in (report, run.out / "evaluate.json", *run.out.glob("figures/*.png")):
             run.artifact(path)
     print_records(records)
-    print_summary(config, run, before[-1], records[-1])
-
-
-def initial_drafter(
-    config: RunConfig, prepared: Preparation, rollouts: Rollouts, run: RunLog
-) -> Path:
-    """The untrained drafter, once enough responses are there to choose its vocabulary from."""
-    folder = run.out / "initial"
-    if (folder / DRAFTER_RECORD).exists():
-        return folder
-    wanted = config.drafter.vocab_sample_tokens if config.drafter.draft_vocab_size else 0
-    refs = rollouts.refs(0)
-    while not rollouts.done and sum(ref.num_tokens for ref in refs) < wanted:
-        rollouts.advance(timeout=1.0)
-        refs = rollouts.refs(0)
-    # Only the shards that the sample needs, so that the choice does not depend on timing.
-    sample = [
-        ref
-        for i, ref in enumerate(refs)
-        if sum(earlier.num_tokens for earlier in refs[:i]) < wanted
-    ]
-    prompts = prepared.prompts.prompts
-    vocab = choose_vocab(config, prepared.target, prompts, rollouts.folder, sample)
-    make_drafter(config, prepared.target, vocab, folder, run.run_id)
-    return folder
+    print_summary(run, before[-1], records[-1], serving)
 
 
 def train_drafter(

@@ -10,6 +10,7 @@ Shapes: B active slots, L sequence length, A tapped layers, D width, V vocabular
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -37,7 +38,6 @@ class CapturedSequence:
 @dataclass(slots=True)
 class _Slot:
     prompt: Prompt
-    order: int
     aux_LAD: Tensor
     last_LD: Tensor
     generator: torch.Generator
@@ -75,7 +75,7 @@ class BatchedDecoder:
     @torch.no_grad()
     def run(self, prompts: Iterable[Prompt]) -> Iterator[CapturedSequence]:
         """Yield sequences as they end. Prompts with a given response are replayed, not decoded."""
-        waiting = enumerate(prompts)
+        waiting = iter(prompts)
         while True:
             yield from self._fill(waiting)
             if not self._slots:
@@ -83,21 +83,21 @@ class BatchedDecoder:
             self._step()
             yield from self._leave()
 
-    def _fill(self, waiting: Iterator[tuple[int, Prompt]]) -> Iterator[CapturedSequence]:
+    def _fill(self, waiting: Iterator[Prompt]) -> Iterator[CapturedSequence]:
         while len(self._slots) < self.batch_size:
-            order, prompt = next(waiting, (0, None))
+            prompt = next(waiting, None)
             if prompt is None:
                 return
             if prompt.response_token_ids is not None:
                 yield self._replay(prompt)
             else:
-                self._join(prompt, order)
+                self._join(prompt)
 
-    def _join(self, prompt: Prompt, order: int) -> None:
+    def _join(self, prompt: Prompt) -> None:
         index, count = len(self._slots), len(prompt.token_ids)
         assert count + self.sampling.max_new_tokens <= self.capacity
         rows = count + self.sampling.max_new_tokens
-        slot = _Slot(prompt, order, *self._buffers(rows), self._generator(order))
+        slot = _Slot(prompt, *self._buffers(rows), self._generator(prompt))
         self._slots.append(slot)
         output = self._read(prompt.token_ids, slice(index, index + 1))
         slot.aux_LAD[:count] = output.aux_hidden_states[0]
@@ -185,6 +185,8 @@ class BatchedDecoder:
             torch.empty(rows, width, dtype=self.capture_dtype),
         )
 
-    def _generator(self, order: int) -> torch.Generator:
-        # Seed and order alone decide a request's draws, whatever shares its batch.
-        return torch.Generator().manual_seed(self.sampling.seed * 1_000_003 + order)
+    def _generator(self, prompt: Prompt) -> torch.Generator:
+        # Seed and prompt alone decide a request's draws: neither what shares its batch nor which
+        # worker got it.
+        digest = hashlib.sha256(f"{self.sampling.seed} {prompt.prompt_id}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:7]))

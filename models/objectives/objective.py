@@ -1,6 +1,8 @@
 """Objective = token loss x position weight x label source, summed over supervised rows.
 
-The trainer divides by the sum of weights over all ranks; nothing is normalised here.
+The trainer divides by the sum of weights over all ranks; nothing is normalised here. Of several
+terms the losses are added up and the first one's weights divide them, so that a term keeps its
+scale when another is added.
 
 Label sources for a row that predicts x_t: `data` is x_t itself; `teacher_argmax` and
 `teacher_dist` come from lm_head(last_hidden_states[t - 1]) over the draft vocabulary. A row whose
@@ -29,7 +31,7 @@ class ObjectiveResult:
     """Sums over one micro-batch."""
 
     loss_sum: Tensor  # scalar, differentiable
-    weight_sum: Tensor  # scalar
+    weight_sum: Tensor  # scalar, of the first term
     metrics: dict[str, tuple[float, float]]
     """Name -> (sum, count), so that ranks can be added up before dividing."""
 
@@ -50,7 +52,7 @@ def compute_objective(
     supervised_R = rows.valid & representable_R
     draft_labels_R = (drafter.t2d.long().cumsum(0) - 1)[labels_R].clamp(min=0)
     loss_sum = rows.hidden.new_zeros((), dtype=torch.float32)
-    weight_sum = torch.zeros_like(loss_sum)
+    first_weights_R = position_weights(configs[0].weight, rows.slot) * supervised_R
     correct_R = torch.zeros_like(supervised_R)
     for config in configs:
         weights_R = position_weights(config.weight, rows.slot) * supervised_R
@@ -68,11 +70,10 @@ def compute_objective(
             config.chunk_rows,
         )
         loss_sum = loss_sum + output.loss_sum
-        weight_sum = weight_sum + weights_R.sum()
         correct_R = output.correct_R
     return ObjectiveResult(
         loss_sum=loss_sum,
-        weight_sum=weight_sum,
+        weight_sum=first_weights_R.sum(),
         metrics=_metrics(rows, supervised_R, correct_R & supervised_R),
     )
 

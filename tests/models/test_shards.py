@@ -107,7 +107,7 @@ def test_writing_a_shard_id_again_leaves_the_first_file_alone(tmp_path: Path) ->
     assert write(tmp_path, make_shard(seed=0)) == first
 
 
-def test_A8_a_capture_shorter_than_its_tokens_is_refused(tmp_path: Path) -> None:
+def test_a8_a_capture_shorter_than_its_tokens_is_refused(tmp_path: Path) -> None:
     shard = make_shard()
     for name in ("aux_hidden_states", "last_hidden_states", "loss_mask", "position_ids"):
         short = replace(shard, **{name: getattr(shard, name)[:-1]})
@@ -121,7 +121,7 @@ def test_A8_a_capture_shorter_than_its_tokens_is_refused(tmp_path: Path) -> None
     [("last_hidden_states", 0.0), ("aux_hidden_states", 0.0), ("last_hidden_states", float("nan")),
      ("aux_hidden_states", float("inf"))],
 )  # fmt: skip
-def test_A11_A13_rows_padded_with_zeros_or_not_finite_are_refused(
+def test_a11_a13_rows_padded_with_zeros_or_not_finite_are_refused(
     tmp_path: Path, name: str, value: float
 ) -> None:
     shard = make_shard()
@@ -135,7 +135,7 @@ def test_A11_A13_rows_padded_with_zeros_or_not_finite_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_A13_one_tap_left_empty_is_refused() -> None:
+def test_a13_one_tap_left_empty_is_refused() -> None:
     shard = make_shard()
     hidden = shard.aux_hidden_states.clone()
     hidden[6, 1] = 0.0
@@ -143,14 +143,14 @@ def test_A13_one_tap_left_empty_is_refused() -> None:
         check_shard(replace(shard, aux_hidden_states=hidden), SOURCE)
 
 
-def test_A4_another_number_of_taps_is_refused() -> None:
+def test_a4_another_number_of_taps_is_refused() -> None:
     shard = make_shard()
     with pytest.raises(ShardError, match=r"2 tapped layers, but tap_layer_ids is \(0, 2, 5\)"):
         check_shard(replace(shard, aux_hidden_states=shard.aux_hidden_states[:, :2]), SOURCE)
 
 
 @pytest.mark.parametrize(("value", "kind"), [(True, "ones"), (False, "zeros")])
-def test_C21_a_mask_of_one_kind_is_refused_per_sequence(value: bool, kind: str) -> None:
+def test_c21_a_mask_of_one_kind_is_refused_per_sequence(value: bool, kind: str) -> None:
     mask = make_shard().loss_mask.clone()
     mask[7:] = value
     with pytest.raises(ShardError, match=f"sequence r1: its loss mask is all {kind} over 4 tokens"):
@@ -170,7 +170,7 @@ def test_C21_a_mask_of_one_kind_is_refused_per_sequence(value: bool, kind: str) 
         ({"last_hidden_states": torch.ones(11, 5, dtype=torch.bfloat16)}, "the same one of"),
     ],
 )
-def test_A10_sequences_that_do_not_fit_their_rows_are_refused(
+def test_a10_sequences_that_do_not_fit_their_rows_are_refused(
     changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ShardError, match=message):
@@ -214,7 +214,7 @@ def test_a_truncated_or_missing_file_is_refused(tmp_path: Path) -> None:
         {"shard_id": "s1"},
     ],
 )
-def test_A6_a_file_that_differs_from_its_ref_in_any_field_is_refused(
+def test_a6_a_file_that_differs_from_its_ref_in_any_field_is_refused(
     tmp_path: Path, changes: dict[str, object]
 ) -> None:
     ref = replace(write(tmp_path, make_shard()), **changes)
