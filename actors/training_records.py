@@ -60,7 +60,8 @@ class StepMetrics:
     step: int
     """Steps done, this one included."""
     values: dict[str, float]
-    """loss, lr, grad_norm, accuracy_pos_K, ..., tokens, tokens_per_second and seconds by cause."""
+    """loss, lr, grad_norm, accuracy_pos_K, ..., tokens, tokens_per_second, seconds by cause, and
+    idle_share: the part of the time since the step before in which no rank computed."""
 
 
 def merge_reports(
@@ -72,6 +73,7 @@ def merge_reports(
     sums: dict[str, tuple[float, float]] = {}
     for report in reports:
         add_metrics(sums, report.metrics)
+    compute = max(report.compute_seconds for report in reports)
     values = {
         "loss": first.loss,
         "lr": first.lr,
@@ -81,8 +83,9 @@ def merge_reports(
         "tokens_per_second": tokens / step_seconds,
         "data_wait_seconds": data_wait_seconds,
         "load_seconds": max(report.load_seconds for report in reports),
-        "compute_seconds": max(report.compute_seconds for report in reports),
+        "compute_seconds": compute,
         "step_seconds": step_seconds,
+        "idle_share": 1.0 - compute / (data_wait_seconds + step_seconds),
     }
     values |= {name: total / count for name, (total, count) in sums.items() if count > 0.0}
     return StepMetrics(step=first.step, values=values)

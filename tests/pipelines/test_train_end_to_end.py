@@ -97,7 +97,7 @@ def test_mlflow_holds_the_run_its_stages_and_the_registered_drafter(
     stages = {run.info.run_name: run for run in runs if run not in parents}
     assert set(stages) == {"rollout", "train", "evaluate"}
     assert parents[0].data.params["trainer.steps"] == "12"
-    assert {"train/loss", "train/accuracy_pos_0", "train/data_wait_seconds"} <= set(
+    assert {"train/loss", "train/accuracy_pos_0", "train/idle_share"} <= set(
         stages["train"].data.metrics
     )
     assert stages["rollout"].data.metrics["cache/bytes"] > 0
