@@ -1,7 +1,15 @@
-"""Attention of the two drafter backbones: context plus own block, and context plus own chain.
+"""Attention of the drafter backbones: each block of slots sees context and its own keys.
 
-Both are one softmax over two parts whose keys live in different tensors, so that neither the
-context is repeated per block nor a key head per query head. Scores exist one tile at a time and
+A block of DFlash holds the slots of one pass; a chain of training-time test (EAGLE-3) is a block of
+one slot whose own keys are those of its steps so far:
+
+    context    step 1 adds    step 2 adds
+    x . .      x . .          x . .
+    x x .      . x .          . x .
+    x x x      . . x          . . x
+
+It is one softmax over two parts whose keys live in different tensors, so that neither the context
+is repeated per block nor a key head per query head. Scores exist one tile at a time and
 are computed again in the backward pass (as FlashAttention does, arXiv 2205.14135); a tile ends at
 the last context row that one of its blocks sees, so blocks in order of position cost half.
 
@@ -75,59 +83,6 @@ def context_block_attention(
     )
     out_SGNBEd = out_SGNQd.unflatten(3, (num_slots, per_key))
     return out_SGNBEd.permute(0, 2, 3, 1, 4, 5).reshape_as(query_SNBHd)
-
-
-def chain_attention(
-    query_SLHd: Tensor,
-    context_key_SLGd: Tensor,
-    context_value_SLGd: Tensor,
-    step_keys: list[Tensor],
-    step_values: list[Tensor],
-    lengths_S: Tensor,
-) -> Tensor:
-    """Attention of one step of training-time test (EAGLE-3, arXiv 2503.01840).
-
-    The query at row t attends to context rows j <= t and, for each earlier step, to row t of that
-    step: its own chain. With no steps this is causal attention.
-
-        context    step 1 adds    step 2 adds
-        x . .      x . .          x . .
-        x x .      . x .          . x .
-        x x x      . . x          . . x
-
-    That is a block of one slot per row, whose own keys are those of the steps.
-
-    Args:
-        query_SLHd: [S, L, H, d].
-        context_key_SLGd: [S, L, G, d].
-        context_value_SLGd: [S, L, G, d].
-        step_keys: of earlier steps, each [S, L, G, d].
-        step_values: of earlier steps, each [S, L, G, d].
-        lengths_S: [S] rows that are not padding; padding comes last, its output is 0.
-
-    Returns:
-        [S, L, H, d].
-
-    Raises:
-        ValueError: H is not a multiple of G, or step_keys and step_values differ in number.
-    """
-    if len(step_keys) != len(step_values):
-        raise ValueError(f"{len(step_keys)} step keys but {len(step_values)} step values")
-    num_seqs, num_rows = query_SLHd.shape[:2]
-    row_L = torch.arange(num_rows, device=query_SLHd.device)
-    real_SL = row_L < lengths_S[:, None]
-    visible_SLL = (row_L <= row_L[:, None]) & real_SL[:, :, None]
-    no_steps = context_key_SLGd.new_empty((num_seqs, num_rows, 0, *context_key_SLGd.shape[2:]))
-    out_SL1Hd = context_block_attention(
-        query_SLHd.unsqueeze(2),
-        context_key_SLGd,
-        context_value_SLGd,
-        torch.stack(step_keys, dim=2) if step_keys else no_steps,
-        torch.stack(step_values, dim=2) if step_values else no_steps,
-        visible_SLL,
-        torch.ones(1, len(step_keys), dtype=torch.bool, device=query_SLHd.device),
-    )
-    return out_SL1Hd.squeeze(2).masked_fill(~real_SL[..., None, None], 0.0)
 
 
 class _TwoPartAttention(torch.autograd.Function):

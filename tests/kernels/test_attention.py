@@ -1,4 +1,4 @@
-"""Both attentions equal dense masked attention over everything they may see, value and gradient."""
+"""The attention equals dense masked attention over everything they may see, value and gradient."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.kernels import attention
-from paceline.kernels.attention import chain_attention, context_block_attention
+from paceline.kernels.attention import context_block_attention
 
 HEADS = [(4, 4), (6, 2), (3, 1)]  # query heads, key heads
 
@@ -148,6 +148,24 @@ def _chain_leaves(generator, seqs, rows, heads, key_heads, num_steps, width=8):
     return context, steps[:num_steps], steps[num_steps:]
 
 
+def _chain(context, step_keys, step_values, lengths):
+    """One step of training-time test: a block of one slot per row, whose keys are the steps'."""
+    query, key, value = context
+    row = torch.arange(query.shape[1])
+    real = row < lengths[:, None]
+    none = key.new_empty((*key.shape[:2], 0, *key.shape[2:]))
+    out = context_block_attention(
+        query.unsqueeze(2),
+        key,
+        value,
+        torch.stack(step_keys, dim=2) if step_keys else none,
+        torch.stack(step_values, dim=2) if step_values else none,
+        (row <= row[:, None]) & real[:, :, None],
+        torch.ones(1, len(step_keys), dtype=torch.bool),
+    )
+    return out.squeeze(2).masked_fill(~real[..., None, None], 0.0)
+
+
 def _dense_chain(context, step_keys, step_values, lengths):
     """Context and every step laid side by side: lower triangle, then one diagonal per step."""
     query, key, value = context
@@ -166,17 +184,17 @@ def _dense_chain(context, step_keys, step_values, lengths):
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
 @pytest.mark.parametrize(("heads", "key_heads"), HEADS)
-def test_chain_attention_equals_dense(heads, key_heads, num_steps):
+def test_a_chain_equals_dense(heads, key_heads, num_steps):
     generator = torch.Generator().manual_seed(heads + num_steps)
     context, step_keys, step_values = _chain_leaves(generator, 2, 13, heads, key_heads, num_steps)
     lengths = torch.tensor([13, 6])
-    got = chain_attention(*context, step_keys, step_values, lengths)
+    got = _chain(context, step_keys, step_values, lengths)
     expected = _dense_chain(context, step_keys, step_values, lengths)
     _assert_same(got, expected, [*context, *step_keys, *step_values], generator)
 
 
-def test_training_time_test_gradients_reach_every_step():
-    """PEERS 36: wrong normaliser gradients in the cached attention of training-time test."""
+def test_d36_training_time_test_gradients_reach_every_step():
+    """Wrong normaliser gradients in the cached attention of training-time test."""
     generator = torch.Generator().manual_seed(9)
     context, step_keys, step_values = _chain_leaves(generator, 1, 4, 2, 1, 2, width=4)
     leaves = [x.detach().double() for x in (*context, *step_keys, *step_values)]
@@ -185,7 +203,7 @@ def test_training_time_test_gradients_reach_every_step():
     def loss(x: torch.Tensor, which: int) -> torch.Tensor:
         parts = [x if i == which else leaf for i, leaf in enumerate(leaves)]
         parts = [part.float() for part in parts]
-        return chain_attention(*parts[:3], parts[3:5], parts[5:], lengths).pow(3).sum()
+        return _chain(parts[:3], parts[3:5], parts[5:], lengths).pow(3).sum()
 
     for which, leaf in enumerate(leaves):
         x = leaf.float().requires_grad_()
@@ -202,12 +220,12 @@ def test_padding_rows_do_not_leak_and_return_zero():
     generator = torch.Generator().manual_seed(5)
     context, step_keys, step_values = _chain_leaves(generator, 2, 8, 4, 2, 1)
     lengths = torch.tensor([8, 3])
-    clean = chain_attention(*context, step_keys, step_values, lengths)
+    clean = _chain(context, step_keys, step_values, lengths)
     leaves = [*context, *step_keys, *step_values]
     with torch.no_grad():
         for leaf in leaves:
             leaf[1, 3:] = 1e4
-    dirty = chain_attention(*context, step_keys, step_values, lengths)
+    dirty = _chain(context, step_keys, step_values, lengths)
     assert torch.equal(clean, dirty) and not dirty[1, 3:].any()
     for grad in torch.autograd.grad(dirty.sum(), leaves):
         assert not grad[1, 3:].any() and grad[1, :3].isfinite().all()
@@ -216,7 +234,7 @@ def test_padding_rows_do_not_leak_and_return_zero():
 def test_the_future_does_not_leak_into_the_past():
     generator = torch.Generator().manual_seed(6)
     context, step_keys, step_values = _chain_leaves(generator, 1, 6, 2, 2, 2)
-    out = chain_attention(*context, step_keys, step_values, torch.tensor([6]))
+    out = _chain(context, step_keys, step_values, torch.tensor([6]))
     for grad in torch.autograd.grad(out[:, 2].sum(), [*context[1:], *step_keys, *step_values]):
         assert not grad[:, 3:].any()
 
@@ -232,12 +250,9 @@ def test_no_sequence_of_scores_is_kept_for_the_backward_pass():
     assert kept and max(x.numel() for x in kept if x.is_floating_point()) < num_scores / 4
 
 
-def test_head_counts_and_steps_that_do_not_fit_are_named():
+def test_head_counts_that_do_not_fit_are_named():
     generator = torch.Generator().manual_seed(8)
     leaves = _block_leaves(generator, 1, 1, 1, 2, 3, 2)
     ones = torch.ones(1, 1, 2, dtype=torch.bool)
     with pytest.raises(ValueError, match="3 query heads are not a multiple of 2"):
         context_block_attention(*leaves, ones, torch.ones(1, 1, dtype=torch.bool))
-    context, keys, _ = _chain_leaves(generator, 1, 2, 2, 2, 1)
-    with pytest.raises(ValueError, match="1 step keys but 0 step values"):
-        chain_attention(*context, keys, [], torch.tensor([2]))

@@ -106,8 +106,8 @@ def test_value_and_gradient_equal_the_eager_twin(name, mix):
 
 
 @pytest.mark.parametrize("mix", ["kl", "tv"])
-def test_bfloat16_gradients_are_right_near_convergence(mix):
-    """PEERS 30: in bfloat16 the difference of two near-equal distributions cancels."""
+def test_d30_bfloat16_gradients_are_right_near_convergence(mix):
+    """In bfloat16 the difference of two near-equal distributions cancels."""
     inputs = _inputs(REGIMES["usual"], converged=True)
     half = Inputs(*(x.bfloat16() if x.is_floating_point() else x for x in inputs))
     half = half._replace(weights=inputs.weights, hidden=half.hidden.detach().requires_grad_())

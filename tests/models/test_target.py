@@ -59,7 +59,7 @@ def test_a5_taps_are_layer_outputs_and_last_hidden_is_after_the_norm(
 
 
 @torch.no_grad()
-def test_pieces_over_the_cache_equal_one_pass(target: Target) -> None:
+def test_a9_pieces_over_the_cache_equal_one_pass(target: Target) -> None:
     ids = torch.randint(4, 200, (1, 30), generator=torch.Generator().manual_seed(2))
     whole = read(target, ids, SlotCache(1, 40))
     cache = SlotCache(1, 40)

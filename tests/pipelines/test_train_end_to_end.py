@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from paceline.models.checkpoints import load_drafter, save_drafter
 from paceline.models.config import TargetConfig
 from paceline.models.target import Target
+from paceline.models.tiny import write_tiny_target
 
 SCRIPT = "import sys; from paceline.pipelines.cli import main; main()"
 SETTINGS = ("rollout.shard_tokens=200", "drafter.vocab_sample_tokens=100")
@@ -47,7 +48,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert process.returncode == 0, output
     assert "0 mismatches" in output
     assert "acceptance length" in output
-    assert "paceline export" in output
+    assert "vllm serve" in output
     return folder / "run"
 
 
@@ -172,6 +173,37 @@ def test_an_interrupted_run_is_killed_in_mlflow_and_resumes_to_the_same_drafter(
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, atol=1e-4, rtol=1e-3)
+
+
+def test_collect_then_train_on_a_model_and_prompts_of_ones_own(
+    tmp_path: Path, paceline: Run
+) -> None:
+    write_tiny_target("qwen3", tmp_path / "model")
+    questions = [f"What is {i} and {i + 1}?" for i in range(7)] + ["word " * 500]
+    lines = [{"messages": [{"role": "user", "content": question}]} for question in questions]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    collected = paceline(
+        "collect",
+        "recipe=debug",
+        "target.model=model",
+        "data.prompts=prompts.jsonl",
+        "data.heldout=prompts.jsonl",
+        "trainer.steps=4",
+        "out=run",
+    )
+    assert collected.returncode == 0, collected.stderr
+    assert "1 prompts longer than data.max_context_tokens=384 were skipped" in collected.stderr
+    shards = {p: p.stat().st_mtime_ns for p in (tmp_path / "run/hidden_states").glob("*.arrow")}
+    assert shards
+
+    trained = paceline("train", "resume=run")
+    assert trained.returncode == 0, trained.stderr
+    assert {p: p.stat().st_mtime_ns for p in shards} == shards  # nothing was rolled out again
+    document = json.loads((tmp_path / "run" / "evaluate.json").read_text())
+    assert document["figures"]["audit_mismatches"]["value"] == 0
+    assert "vllm serve" in trained.stdout
+    exported = json.loads((tmp_path / "run" / "exported" / "config.json").read_text())
+    assert exported["architectures"] == ["LlamaForCausalLMEagle3"]
 
 
 @pytest.mark.parametrize(
