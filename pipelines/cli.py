@@ -132,6 +132,22 @@ def report(
 
 
 @app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="engine")],
+    settings: Settings = None,
+    show_traceback: ShowTraceback = False,
+) -> None:
+    """Measure a part beside its peers; json=FILE keeps the figures, small=true does less."""
+
+    def work() -> None:
+        load_config("bench", settings or [])
+        module = importlib.import_module("paceline.pipelines.bench")
+        module.main([name, *(settings or [])])
+
+    _guarded("bench", show_traceback, work)
+
+
+@app.command()
 def recipes() -> None:
     """List the recipes of this package."""
 

@@ -46,7 +46,7 @@ from paceline.pipelines.recipe_files import (
 RESOLVED_CONFIG = "config.yaml"
 """File of a run's folder that holds its resolved configuration."""
 
-WORKFLOWS = ("collect", "train", "evaluate", "export", "report")
+WORKFLOWS = ("collect", "train", "evaluate", "export", "report", "bench")
 
 REQUIRED_KEYS = {
     "evaluate": ("drafter_dir",),
@@ -61,6 +61,7 @@ SHORT_KEYS = {
     "evaluate": {"target": "target.model", "drafter": "drafter_dir"},
     "export": {"target": "target.model", "drafter": "drafter_dir"},
     "report": {},
+    "bench": {"target": "target.model", "drafter": "drafter_dir"},
 }
 
 
@@ -86,13 +87,15 @@ class RunConfig(StrictModel):
     resume: str | None = None
     """train: the run folder (or the name of a run under runs/) to continue."""
     drafter_dir: str | None = None
-    """evaluate, export: folder of a trained drafter, `drafter=DIR` on the command line."""
+    """evaluate, export, bench: folder of a trained drafter, `drafter=DIR` on the command line."""
     run: str | None = None
     """report: folder of a run."""
     format: Literal["vllm", "sglang", "speculators"] = "vllm"
     """export: the engine that will load the drafter."""
     json_path: str | None = Field(default=None, alias="json")
-    """evaluate: file that gets the records."""
+    """evaluate, bench: file that gets the figures."""
+    small: bool = False
+    """bench: the same on less, to see that it runs."""
 
     @property
     def out_dir(self) -> Path:

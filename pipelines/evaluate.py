@@ -19,12 +19,12 @@ from paceline.models.prompts import load_prompts
 from paceline.models.target import load_tokenizer
 from paceline.pipelines.cluster import ray_cluster
 from paceline.pipelines.config import load_config
+from paceline.pipelines.figure_document import write_document
 from paceline.pipelines.measurement import (
     evaluation_document,
     measure,
     print_records,
     record_metrics,
-    write_document,
 )
 from paceline.pipelines.progress import progress_bars
 from paceline.pipelines.run_log import open_beside

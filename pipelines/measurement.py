@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.models.evaluation import PromptResult
-from paceline.models.files import replace_text
 from paceline.models.records import EvalRecord, Prompt
+from paceline.pipelines.figure_document import figure, figure_document, ratio_figure
 from paceline.pipelines.progress import Bars
-from paceline.pipelines.provenance import machine, package_versions
 
 
 def measure(
@@ -47,54 +43,35 @@ def evaluation_document(
 ) -> dict[str, Any]:
     """The figures and records of an evaluation as JSON values."""
     total = records[-1]
-    speedups = sorted(result.speedup for result in results)
-    low, _, high = statistics.quantiles(speedups, n=4) if len(speedups) > 1 else (speedups[0],) * 3
-    length = _figure(total.acceptance_length, "tokens/round", "higher", total.num_drafts)
+    speedups = [result.speedup for result in results]
+    length = figure(total.acceptance_length, "tokens/round", "higher", total.num_drafts)
     figures = {
         "acceptance_length": length,
-        "acceptance_length_prompt_weighted": _figure(
+        "acceptance_length_prompt_weighted": figure(
             total.acceptance_length_prompt_weighted, "tokens/round", "higher", total.num_prompts
         ),
-        "speculative_vs_plain": {
-            **_figure(statistics.median(speedups), "ratio", "higher", len(speedups)),
-            "low": low,
-            "high": high,
-            "interval": "quartiles over prompts, both decoded in one run, alternating",
-        },
-        "speculative_vs_plain_total": _figure(total.speedup, "ratio", "higher", len(speedups)),
-        "plain_tokens_per_second": _figure(
+        "speculative_vs_plain": ratio_figure(
+            speedups,
+            "higher",
+            "quartiles over prompts, both decoded in one run, alternating",
+        ),
+        "speculative_vs_plain_total": figure(total.speedup, "ratio", "higher", len(speedups)),
+        "plain_tokens_per_second": figure(
             total.plain_tokens_per_second, "tokens/s", "higher", len(speedups)
         ),
-        "speculative_tokens_per_second": _figure(
+        "speculative_tokens_per_second": figure(
             total.speculative_tokens_per_second, "tokens/s", "higher", len(speedups)
         ),
-        "audit_tokens": _figure(total.audit_tokens, "tokens", "higher", total.num_prompts),
-        "audit_ties": _figure(total.audit_ties, "prompts", "lower", total.num_prompts),
-        "audit_mismatches": _figure(total.audit_mismatches, "prompts", "lower", total.num_prompts),
+        "audit_tokens": figure(total.audit_tokens, "tokens", "higher", total.num_prompts),
+        "audit_ties": figure(total.audit_ties, "prompts", "lower", total.num_prompts),
+        "audit_mismatches": figure(total.audit_mismatches, "prompts", "lower", total.num_prompts),
     }
     if before is not None:
-        figures["acceptance_length_untrained"] = _figure(
+        figures["acceptance_length_untrained"] = figure(
             before.acceptance_length, "tokens/round", "higher", before.num_drafts
         )
-    return {
-        "bench": "evaluate",
-        "command": command,
-        "machine": machine(),
-        "versions": package_versions(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "settings": settings,
-        "figures": figures,
-        "records": [asdict(record) for record in records],
-    }
-
-
-def _figure(value: float, unit: str, better: str, count: int) -> dict[str, Any]:
-    return {"value": value, "unit": unit, "better": better, "n": count}
-
-
-def write_document(path: Path, document: dict[str, Any]) -> None:
-    """Write evaluate.json whole or not at all."""
-    replace_text(path, json.dumps(document, indent=2) + "\n")
+    document = figure_document("evaluate", command, settings, figures)
+    return {**document, "records": [asdict(record) for record in records]}
 
 
 def record_metrics(record: EvalRecord) -> dict[str, float]:

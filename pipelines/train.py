@@ -28,13 +28,13 @@ from paceline.models.training_state import list_checkpoints
 from paceline.pipelines.cluster import ray_cluster
 from paceline.pipelines.config import RunConfig, load_config
 from paceline.pipelines.export import try_export
+from paceline.pipelines.figure_document import write_document
 from paceline.pipelines.initial_drafter import initial_drafter
 from paceline.pipelines.measurement import (
     evaluation_document,
     measure,
     print_records,
     record_metrics,
-    write_document,
 )
 from paceline.pipelines.preparation import prepare
 from paceline.pipelines.progress import Bars, progress_bars

@@ -128,6 +128,24 @@ def test_the_fingerprint_follows_weights_and_template_and_nothing_else(llama: Ta
     assert again.version == 1
 
 
+def test_f58_an_update_that_would_do_nothing_is_refused(llama: Target) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    weight = llama.model.state_dict()[name].clone()
+    before = (llama.fingerprint, llama.version)
+    for state in (
+        {f"module.{name}": weight},
+        {name: weight[:-1]},
+        {name: weight + 1.0, "model.layers.99.mlp.up_proj.weight": weight},
+        {},
+    ):
+        with pytest.raises(ValueError, match=r"update to target version 5 holds .*does not have"):
+            llama.update_weights(state, version=5)
+    assert (llama.fingerprint, llama.version) == before
+    assert torch.equal(llama.model.state_dict()[name], weight)
+    llama.update_weights({name: weight + 1.0}, version=5)
+    assert llama.fingerprint != before[0]
+
+
 def test_a_foreign_fingerprint_is_refused_with_both_values(llama: Target) -> None:
     with pytest.raises(TargetMismatchError, match=rf"0123abcd.*{llama.fingerprint}"):
         require_same_target("x", "0123abcd", model="m", expected=llama.fingerprint)
