@@ -15,6 +15,12 @@ class RolloutConfig(StrictModel):
     engine: Literal["torch"] = "torch"
     num_workers: PositiveInt = 1
     batch_size: PositiveInt = 32
+    max_cache_bytes: PositiveInt | None = None
+    """Keys and values of one worker; fewer sequences run at once where it does not suffice."""
+    drafter: str | None = None
+    """Folder of a trained drafter of this target: rollouts speculate with it, losslessly."""
+    num_speculative_tokens: PositiveInt = 4
+    """Drafts of a round, with a drafter."""
     sampling: SamplingConfig = SamplingConfig()
     shard_tokens: PositiveInt = 8192
     """A worker writes a shard once this many tokens are ready."""

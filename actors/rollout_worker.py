@@ -19,8 +19,11 @@ from pathlib import Path
 import torch
 
 from paceline.actors.config import CacheConfig, RolloutConfig
+from paceline.models.checkpoints import load_drafter
 from paceline.models.config import SamplingConfig, TargetConfig
-from paceline.models.decoding.batched import BatchedDecoder, CapturedSequence
+from paceline.models.decoding.engine import Engine
+from paceline.models.decoding.requests import CapturedSequence, Request
+from paceline.models.drafter import Drafter
 from paceline.models.records import HiddenStateShard, Prompt, SamplingParams, ShardRef
 from paceline.models.shard_checks import SHARD_DTYPES, ShardSource
 from paceline.models.shards import write_shard
@@ -63,6 +66,12 @@ class RolloutWorker:
             torch.set_num_threads(threads)
         self.target = Target.load(target)
         self.target.tap(tap_layer_ids)
+        self.drafter: Drafter | None = None
+        self.drafter_version: int | None = None
+        if rollout.drafter is not None:
+            self.drafter, checkpoint = load_drafter(Path(rollout.drafter), self.target)
+            self.drafter_version = checkpoint.drafter_version
+            self.target.tap(tap_layer_ids)  # the engine refuses a drafter that reads others
         self.rollout = rollout
         self.cache = cache
         self.cache_folder = Path(cache_folder)
@@ -87,18 +96,25 @@ class RolloutWorker:
             for task in tasks
             for p in task.prompts
         )
-        decoder = BatchedDecoder(
+        engine = Engine(
             self.target,
-            batch_size=self.rollout.batch_size,
+            num_slots=self.rollout.batch_size,
             capacity=longest,
-            sampling=sampling_params(self.rollout.sampling),
             capture_dtype=SHARD_DTYPES[self.cache.dtype],
+            max_cache_bytes=self.rollout.max_cache_bytes,
+            drafter=self.drafter,
+            drafter_version=self.drafter_version,
+            num_speculative_tokens=self.rollout.num_speculative_tokens,
         )
+        sampling = sampling_params(self.rollout.sampling)
         missing = {task.index: len(task.prompts) for task in tasks}
         task_of = {p.prompt_id: task.index for task in tasks for p in task.prompts}
         done: dict[int, list[CapturedSequence]] = {task.index: [] for task in tasks}
         by_index = {task.index: task for task in tasks}
-        for sequence in decoder.run(p for task in tasks for p in task.prompts):
+        prompts = (prompt for task in tasks for prompt in task.prompts)
+        for sequence in engine.run(Request(prompt=p, sampling=sampling) for p in prompts):
+            if sequence.error is not None:
+                raise ValueError(f"prompt {sequence.prompt.prompt_id}: {sequence.error}")
             index = task_of[sequence.prompt.prompt_id]
             done[index].append(sequence)
             missing[index] -= 1

@@ -4,10 +4,12 @@ Training: `training_forward` gives supervised rows, models/objectives turns them
 Drafting: `start`, then per round `extend` with what the target just committed and `propose`.
 
 Shapes: T packed rows, A tapped layers, Dt target width, D drafter width (equal to Dt), V target
-vocabulary, Vd draft vocabulary, n newly committed rows, K proposed tokens.
+vocabulary, Vd draft vocabulary, B slots (sequences that are drafted together), K proposed tokens.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,9 @@ BACKBONES: dict[str, type[BlockBackbone] | type[AutoregressiveBackbone]] = {
     "block": BlockBackbone,
     "autoregressive": AutoregressiveBackbone,
 }
+
+
+Chooser = tuple[SamplingParams, torch.Generator | None]
 
 
 class Drafter(nn.Module):
@@ -86,78 +91,102 @@ class Drafter(nn.Module):
             num_slots=rows.num_slots,
         )
 
-    def start(self) -> DraftCache:
-        """State for drafting one sequence."""
-        return DraftCache(len(self.backbone.layers))
+    def start(self, num_slots: int, capacity: int) -> DraftCache:
+        """State for drafting `num_slots` sequences of up to `capacity` rows, drafts included."""
+        return DraftCache(num_slots, capacity)
 
-    def extend(self, cache: DraftCache, aux_hidden_states: Tensor, next_ids: Tensor) -> None:
+    def extend(
+        self,
+        cache: DraftCache,
+        slots: slice,
+        aux_hidden_states: Tensor,
+        next_ids: Tensor,
+        counts: list[int],
+    ) -> None:
         """Take the target's taps of newly committed tokens.
 
-        aux_hidden_states [n, A, Dt] are of the n tokens after the cached ones; next_ids [n] are the
-        tokens that follow each of them, the last one being the anchor.
+        aux_hidden_states [B, T, A, Dt] are of the T tokens after each slot's cached ones, next_ids
+        [B, T] the tokens that follow each of them. Of slot b only the first counts[b] are
+        committed, the last of which is followed by the anchor; the others are padding.
         """
-        context_ND = self.fuser(aux_hidden_states.to(self.lm_head.weight.dtype))
-        self.backbone.extend(cache, context_ND, next_ids, self.embedding_weight)
+        context_BTD = self.fuser(aux_hidden_states.to(self.lm_head.weight.dtype))
+        self.backbone.extend(cache, slots, context_BTD, next_ids, counts, self.embedding_weight)
 
     def propose(
         self,
         cache: DraftCache,
-        anchor_id: int,
+        slots: slice,
+        anchor_ids: Tensor,
         num_tokens: int,
-        sampling: SamplingParams,
-        generator: torch.Generator | None = None,
-    ) -> DraftProposal:
-        """A chain of `num_tokens` tokens after the anchor; the cache ends as it began.
+        samplings: Sequence[SamplingParams],
+        generators: Sequence[torch.Generator | None],
+    ) -> list[DraftProposal]:
+        """A chain of `num_tokens` tokens after each slot's anchor [B].
 
         Greedy chains are deterministic (draft_probs None); sampled ones carry the distribution
         each token was really drawn from, over the target's vocabulary.
         """
-        committed = cache.length
+        choosers = list(zip(samplings, generators, strict=True))
         if isinstance(self.backbone, BlockBackbone):
-            hidden = self.backbone.draft_hidden(cache, anchor_id, num_tokens, self.embedding_weight)
-            tokens, probs = self._choose(hidden, sampling, generator)
+            hidden_BKD = self.backbone.draft_hidden(
+                cache, slots, anchor_ids, num_tokens, self.embedding_weight
+            )
+            tokens_BK, probs = self._choose(hidden_BKD, choosers)
         else:
-            tokens, probs = self._chain(self.backbone, cache, num_tokens, sampling, generator)
-        cache.crop(committed)
+            tokens_BK, probs = self._chain(self.backbone, cache, slots, num_tokens, choosers)
         index = torch.arange(num_tokens, device=self.device)
-        return DraftProposal(tokens=tokens, parent=index - 1, depth=index, draft_probs=probs)
+        return [
+            DraftProposal(tokens=tokens_K, parent=index - 1, depth=index, draft_probs=probs_KV)
+            for tokens_K, probs_KV in zip(tokens_BK, probs, strict=True)
+        ]
 
     def _chain(
         self,
         backbone: AutoregressiveBackbone,
         cache: DraftCache,
+        slots: slice,
         num_tokens: int,
-        sampling: SamplingParams,
-        generator: torch.Generator | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        chosen: list[Tensor] = []
-        probs: list[Tensor] = []
-        hidden = cache.last_hidden
-        assert hidden is not None, "extend before propose"
+        choosers: list[Chooser],
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        assert cache.last_hidden is not None, "extend before propose"
+        hidden_BD = cache.last_hidden[slots]
+        tokens: list[Tensor] = []
+        probs: list[list[Tensor | None]] = []
         for step in range(num_tokens):
             if step > 0:
-                hidden = backbone.draft_hidden_next(
-                    cache, hidden, int(chosen[-1]), self.embedding_weight
+                hidden_BD = backbone.draft_hidden_next(
+                    cache, slots, hidden_BD, tokens[-1][:, 0], step - 1, self.embedding_weight
                 )
-            token, token_probs = self._choose(backbone.norm(hidden), sampling, generator)
-            chosen.append(token)
-            if token_probs is not None:
-                probs.append(token_probs)
-        return torch.cat(chosen), torch.cat(probs) if probs else None
+            token_B1, step_probs = self._choose(backbone.norm(hidden_BD)[:, None], choosers)
+            tokens.append(token_B1)
+            probs.append(step_probs)
+        joined = [_join(slot_probs) for slot_probs in zip(*probs, strict=True)]
+        return torch.cat(tokens, dim=1), joined
 
     def _choose(
-        self, hidden_KD: Tensor, sampling: SamplingParams, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor | None]:
-        logits = self.lm_head(self.refiner(hidden_KD)).float()
-        if sampling.temperature == 0.0:
-            draft_ids = logits.argmax(dim=-1)
-            return draft_ids + self.d2t[draft_ids], None
-        assert generator is not None, "sampling needs a generator"
-        probs = probs_from_logits(logits, sampling.temperature, sampling.top_k, sampling.top_p)
-        draft_ids = sample(probs, generator)
-        over_target = probs.new_zeros(len(probs), len(self.t2d))
-        over_target[:, self.vocab.target_ids] = probs
-        return draft_ids + self.d2t[draft_ids], over_target
+        self, hidden_BKD: Tensor, choosers: list[Chooser]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Target ids [B, K], and per slot what they were drawn from [K, V], None where greedy."""
+        logits_BKV = self.lm_head(self.refiner(hidden_BKD)).float()
+        draft_ids_BK = logits_BKV.argmax(dim=-1)
+        probs: list[Tensor | None] = [None] * len(choosers)
+        for i, (sampling, generator) in enumerate(choosers):
+            if sampling.temperature == 0.0:
+                continue
+            assert generator is not None, "sampling needs a generator"
+            probs_KV = probs_from_logits(
+                logits_BKV[i], sampling.temperature, sampling.top_k, sampling.top_p
+            )
+            draft_ids_BK[i] = sample(probs_KV, generator)
+            over_target_KV = probs_KV.new_zeros(len(probs_KV), len(self.t2d))
+            over_target_KV[:, self.vocab.target_ids] = probs_KV
+            probs[i] = over_target_KV
+        return draft_ids_BK + self.d2t[draft_ids_BK], probs
+
+
+def _join(step_probs: tuple[Tensor | None, ...]) -> Tensor | None:
+    drawn = [probs_1V for probs_1V in step_probs if probs_1V is not None]
+    return torch.cat(drawn) if drawn else None
 
 
 def layer_shape(config: DrafterConfig, spec: TargetSpec) -> LayerShape:

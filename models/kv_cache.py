@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.models.target_spec import TargetSpec
+
 
 class SlotCache:
     """Keys and values of `num_slots` sequences for every layer of a target.
@@ -75,3 +77,22 @@ class SlotCache:
         for tensors in (self.keys, self.values):
             for tensor in tensors.values():
                 tensor[destination, :, :length] = tensor[source, :, :length]
+
+
+def affordable_slots(
+    spec: TargetSpec, dtype: torch.dtype, wanted: int, rows: int, max_bytes: int | None
+) -> int:
+    """How many slots of `rows` rows the byte budget holds, at most `wanted`.
+
+    Raises ValueError if not even one fits.
+    """
+    if max_bytes is None:
+        return wanted
+    per_row = 2 * spec.num_layers * spec.num_key_value_heads * spec.head_dim
+    slot_bytes = per_row * dtype.itemsize * rows
+    if slot_bytes > max_bytes:
+        raise ValueError(
+            f"max_cache_bytes={max_bytes} is less than one sequence of {rows} tokens needs "
+            f"({slot_bytes} bytes): raise it, or lower the capacity"
+        )
+    return min(wanted, max_bytes // slot_bytes)

@@ -36,6 +36,10 @@ class SamplingParams:
     top_p: float = 1.0
     max_new_tokens: int = 256
     seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """End a response besides the target's own end tokens."""
+    stop_strings: tuple[str, ...] = ()
+    """End a response at the token that completes one of them; the token is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,51 +125,59 @@ class AutoregressiveBackbone(nn.Module):
             normed = self.norm(hidden_SND)
             out.append(normed)
             hidden_SND = normed if self.config.norm_output else hidden_SND
-        return _rows(batch, torch.stack(out, dim=2), row_SN, chosen_SN)
+        return _draft_rows(batch, torch.stack(out, dim=2), row_SN, chosen_SN)
 
     def extend(
-        self, cache: DraftCache, context_ND: Tensor, next_ids_N: Tensor, embedding_VD: Tensor
+        self,
+        cache: DraftCache,
+        slots: slice,
+        context_BTD: Tensor,
+        next_ids_BT: Tensor,
+        counts: list[int],
+        embedding_VD: Tensor,
     ) -> None:
         """Run the rows of newly committed tokens, each with the token that follows it."""
-        output_ND = self._cached_rows(cache, embedding_VD[next_ids_N], context_ND)
-        cache.commit(len(context_ND))
-        cache.last_hidden = output_ND[-1:]
-
-    def draft_hidden_first(self, cache: DraftCache) -> Tensor:
-        """The row [1, D] for lm_head that predicts the token after the anchor."""
-        assert cache.last_hidden is not None, "extend before drafting"
-        return self.norm(cache.last_hidden)
+        positions_BT = cache.place(slots, context_BTD.shape[1], context_BTD.device)
+        output_BTD = self._rows(cache, embedding_VD[next_ids_BT], context_BTD, positions_BT)
+        cache.keep_last(slots, output_BTD, counts)
+        cache.commit(slots, counts)
 
     def draft_hidden_next(
-        self, cache: DraftCache, hidden_1D: Tensor, token_id: int, embedding_VD: Tensor
+        self,
+        cache: DraftCache,
+        slots: slice,
+        hidden_BD: Tensor,
+        token_ids_B: Tensor,
+        step: int,
+        embedding_VD: Tensor,
     ) -> Tensor:
-        """Feed a drafted token and the output that drafted it; returns the layer's next output.
+        """Feed each slot its drafted token number `step` (from 0) and the output that drafted it.
 
-        The row stays in the cache until `crop`.
+        Returns the layer's next outputs [B, D]. The rows lie above the committed ones.
         """
-        fed_back = self.norm(hidden_1D) if self.config.norm_output else hidden_1D
-        ids = torch.tensor([token_id], device=embedding_VD.device)
-        output = self._cached_rows(cache, embedding_VD[ids], fed_back)
-        cache.commit(1)
-        return output
+        fed_back_BD = self.norm(hidden_BD) if self.config.norm_output else hidden_BD
+        positions_B1 = cache.place(slots, 1, hidden_BD.device, ahead=step)
+        embedding_B1D = embedding_VD[token_ids_B][:, None]
+        return self._rows(cache, embedding_B1D, fed_back_BD[:, None], positions_B1)[:, 0]
 
-    def _cached_rows(self, cache: DraftCache, embedding_ND: Tensor, hidden_ND: Tensor) -> Tensor:
+    def _rows(
+        self, cache: DraftCache, embedding_BTD: Tensor, hidden_BTD: Tensor, positions_BT: Tensor
+    ) -> Tensor:
         attention = self.layer.self_attn
-        count, start = len(hidden_ND), cache.length
-        positions = torch.arange(start, start + count, device=hidden_ND.device)
-        inputs = self.layer.attention_input(embedding_ND, hidden_ND)
-        query_HNd = attention.query(inputs, positions).transpose(0, 1)
-        new_key, new_value = attention.key_value(inputs, positions)
-        key, value = cache.append(0, new_key[None], new_value[None])
-        seen = torch.arange(start + count, device=positions.device) <= positions[:, None]
-        attended = F.scaled_dot_product_attention(
-            query_HNd[None],
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=seen,
+        inputs = self.layer.attention_input(embedding_BTD, hidden_BTD)
+        query_BTHd = attention.query(inputs, positions_BT)
+        new_key_BTGd, new_value_BTGd = attention.key_value(inputs, positions_BT)
+        key_BGLd, value_BGLd = cache.rows.update(
+            new_key_BTGd.transpose(1, 2), new_value_BTGd.transpose(1, 2), 0
+        )
+        attended_BHTd = F.scaled_dot_product_attention(
+            query_BTHd.transpose(1, 2),
+            key_BGLd,
+            value_BGLd,
+            attn_mask=cache.rows.visible(),
             enable_gqa=True,
         )
-        return self.layer.finish(hidden_ND, attended[0].transpose(0, 1))
+        return self.layer.finish(hidden_BTD, attended_BHTd.transpose(1, 2))
 
 
 def _chain_starts(enabled_SL: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,7 +195,9 @@ def _chain_starts(enabled_SL: Tensor) -> tuple[Tensor, Tensor]:
     return order.masked_fill(~chosen, 0), chosen
 
 
-def _rows(batch: TrainBatch, hidden_SNKD: Tensor, row_SN: Tensor, chosen_SN: Tensor) -> DraftRows:
+def _draft_rows(
+    batch: TrainBatch, hidden_SNKD: Tensor, row_SN: Tensor, chosen_SN: Tensor
+) -> DraftRows:
     end_S11 = batch.cu_seqlens[1:, None, None]
     slots_K = torch.arange(hidden_SNKD.shape[2], device=row_SN.device)
     label_SNK = row_SN[..., None] + 2 + slots_K

@@ -151,33 +151,45 @@ class BlockBackbone(nn.Module):
         return torch.cat((anchor_SN1D, masks_SNBD), dim=2)
 
     def extend(
-        self, cache: DraftCache, context_ND: Tensor, next_ids_N: Tensor, embedding_VD: Tensor
+        self,
+        cache: DraftCache,
+        slots: slice,
+        context_BTD: Tensor,
+        next_ids_BT: Tensor,
+        counts: list[int],
+        embedding_VD: Tensor,
     ) -> None:
-        """Add the context rows of newly committed tokens. `next_ids_N` is for other backbones."""
-        count = len(context_ND)
-        positions = torch.arange(cache.length, cache.length + count, device=context_ND.device)
-        normed = self.context_norm(context_ND)[None]
+        """Add the context rows of newly committed tokens; the two unused arguments are for other
+        backbones.
+        """
+        positions_BT = cache.place(slots, context_BTD.shape[1], context_BTD.device)
+        normed_BTD = self.context_norm(context_BTD)
         for i, layer in enumerate(self.layers):
-            cache.append(i, *layer.self_attn.key_value(normed, positions[None]))
-        cache.commit(count)
+            key_BTGd, value_BTGd = layer.self_attn.key_value(normed_BTD, positions_BT)
+            cache.rows.update(key_BTGd.transpose(1, 2), value_BTGd.transpose(1, 2), i)
+        cache.commit(slots, counts)
 
     def draft_hidden(
-        self, cache: DraftCache, anchor_id: int, num_tokens: int, embedding_VD: Tensor
+        self,
+        cache: DraftCache,
+        slots: slice,
+        anchor_ids_B: Tensor,
+        num_tokens: int,
+        embedding_VD: Tensor,
     ) -> Tensor:
-        """Rows [K, D] for lm_head, one pass; the cache keeps only its context rows."""
+        """Rows [B, K, D] for lm_head, one pass; the cache keeps only its context rows."""
         rows = num_tokens + self.first_supervised
         device = embedding_VD.device
-        position_SNB = (cache.length + torch.arange(rows, device=device))[None, None]
-        visible = torch.ones(1, 1, cache.length, dtype=torch.bool, device=device)
-        ids = torch.tensor([[anchor_id]], device=device)
-        hidden = self._block_inputs(ids, rows, embedding_VD)
+        lengths_B = torch.tensor(cache.lengths[slots], device=device)
+        longest = max(cache.lengths[slots])
+        position_B1R = (lengths_B[:, None] + torch.arange(rows, device=device))[:, None]
+        visible_B1L = (torch.arange(longest, device=device) < lengths_B[:, None])[:, None]
+        hidden_B1RD = self._block_inputs(anchor_ids_B[:, None], rows, embedding_VD)
         for i, layer in enumerate(self.layers):
-            key, value = cache.keys[i], cache.values[i]
-            assert key is not None and value is not None
-            hidden = layer(
-                hidden, position_SNB, key[:, : cache.length], value[:, : cache.length], visible
-            )
-        return self.norm(hidden)[0, 0, self.first_supervised :]
+            key_BLGd = cache.rows.keys[i][slots, :, :longest].transpose(1, 2)
+            value_BLGd = cache.rows.values[i][slots, :, :longest].transpose(1, 2)
+            hidden_B1RD = layer(hidden_B1RD, position_B1R, key_BLGd, value_BLGd, visible_B1L)
+        return self.norm(hidden_B1RD)[:, 0, self.first_supervised :]
 
 
 def _draw_anchors(

@@ -1,6 +1,10 @@
-"""Keys and values of one drafter over one sequence, grown row by row and cropped.
+"""Keys and values of one drafter for several sequences, and where each of them stands.
 
-Shapes: L stored rows, G key/value heads, d head width; the leading 1 is the sequence.
+Like the target's cache it has slots with room for `capacity` rows, written in place: row t of a
+slot is the drafter's row of committed token t, drafted rows lie above the committed length and are
+overwritten by the next ones. Forgetting a draft therefore costs nothing.
+
+Shapes: B slots in use, D drafter width.
 """
 
 from __future__ import annotations
@@ -8,33 +12,46 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.models.kv_cache import SlotCache
+
 
 class DraftCache:
-    """Per layer: context rows 0..length - 1. Rows past `length` are forgotten by `crop`."""
+    """Slots of one drafter."""
 
-    def __init__(self, num_layers: int) -> None:
-        self.keys: list[Tensor | None] = [None] * num_layers  # [1, L, G, d]
-        self.values: list[Tensor | None] = [None] * num_layers
-        self.length = 0
+    def __init__(self, num_slots: int, capacity: int) -> None:
+        self.rows = SlotCache(num_slots, capacity)
+        self.lengths = [0] * num_slots
+        """Committed rows of each slot."""
         self.last_hidden: Tensor | None = None
-        """autoregressive: the layer's output of the newest context row [1, D]."""
+        """autoregressive: the layer's output of each slot's newest committed row, [slots, D]."""
 
-    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add rows [1, n, G, d] after `length` and return all rows, the new ones included.
+    def place(self, slots: slice, count: int, device: torch.device, ahead: int = 0) -> Tensor:
+        """Positions [B, count] of the next rows of `slots`, `ahead` rows above the committed."""
+        starts_B1 = torch.tensor(self.lengths[slots], device=device)[:, None] + ahead
+        positions_BT = starts_B1 + torch.arange(count, device=device)
+        self.rows.place(positions_BT, slots)
+        return positions_BT
 
-        `length` itself moves only with `commit`, once every layer has its rows.
-        """
-        old_key, old_value = self.keys[layer], self.values[layer]
-        if old_key is not None and old_value is not None:
-            key = torch.cat((old_key[:, : self.length], key), dim=1)
-            value = torch.cat((old_value[:, : self.length], value), dim=1)
-        self.keys[layer], self.values[layer] = key, value
-        return key, value
+    def commit(self, slots: slice, counts: list[int]) -> None:
+        """The first counts[b] of the rows just written are committed."""
+        for slot, count in zip(range(slots.start, slots.stop), counts, strict=True):
+            self.lengths[slot] += count
 
-    def commit(self, rows: int) -> None:
-        self.length += rows
+    def keep_last(self, slots: slice, hidden_BTD: Tensor, counts: list[int]) -> None:
+        """Remember each slot's output of its newest committed row."""
+        if self.last_hidden is None:
+            self.last_hidden = hidden_BTD.new_zeros(self.rows.num_slots, hidden_BTD.shape[-1])
+        index_B = torch.tensor(counts, device=hidden_BTD.device) - 1
+        row_B = torch.arange(len(counts), device=hidden_BTD.device)
+        self.last_hidden[slots] = hidden_BTD[row_B, index_B]
 
-    def crop(self, length: int) -> None:
-        """Forget rows from `length` on."""
-        assert length <= self.length
-        self.length = length
+    def move(self, source: int, destination: int) -> None:
+        """Copy one slot over another's."""
+        self.rows.move(source, destination, self.lengths[source])
+        self.lengths[destination] = self.lengths[source]
+        if self.last_hidden is not None:
+            self.last_hidden[destination] = self.last_hidden[source]
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot for another sequence."""
+        self.lengths[slot] = 0

@@ -71,7 +71,7 @@ def generate_speculative(
     started = time.perf_counter()
     check_drafter(target, drafter, num_speculative_tokens)
     capacity = check_room(target, len(prompt_ids), sampling, num_speculative_tokens + 1)
-    cache, draft_cache = SlotCache(1, capacity), drafter.start()
+    cache, draft_cache = SlotCache(1, capacity), drafter.start(1, capacity)
     generator = torch.Generator().manual_seed(sampling.seed)
     stop_ids = target.spec.eos_token_ids
 
@@ -81,8 +81,16 @@ def generate_speculative(
     aux, next_ids = output.aux_hidden_states[0], [*prompt_ids[1:], anchor]
     accepted: list[int] = []
     while reason is None:
-        drafter.extend(draft_cache, aux, torch.tensor(next_ids, device=aux.device))
-        proposal = drafter.propose(draft_cache, anchor, num_speculative_tokens, sampling, generator)
+        following = torch.tensor([next_ids], device=aux.device)
+        drafter.extend(draft_cache, ONE_SLOT, aux[None], following, [len(next_ids)])
+        (proposal,) = drafter.propose(
+            draft_cache,
+            ONE_SLOT,
+            following[:, -1],
+            num_speculative_tokens,
+            [sampling],
+            [generator],
+        )
         start = len(prompt_ids) + len(response) - 1
         output = _read(target, cache, [anchor, *proposal.tokens.tolist()], start)
         logits_K1V = target.logits(output.last_hidden_states[0])

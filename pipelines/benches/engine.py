@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from paceline.models.checkpoints import load_drafter
 from paceline.models.config import TargetConfig
-from paceline.models.decoding.batched import BatchedDecoder
+from paceline.models.decoding.engine import Engine
+from paceline.models.decoding.requests import Request
 from paceline.models.decoding.speculative import generate_plain, generate_speculative
 from paceline.models.drafter import Drafter
 from paceline.models.embedded import resolve_model
@@ -195,19 +196,18 @@ def speculation_figures(config: RunConfig) -> dict[str, Figure]:
 
 def draft_round(drafter: Drafter, target: Target, steps: int) -> Callable[[], object]:
     """Takes the taps of two committed tokens and drafts `steps`; can be repeated."""
-    ids = _ids(CONTEXT + 3, target)[0]
-    taps = torch.randn(
-        CONTEXT + 2, len(target.tap_layer_ids), target.spec.hidden_size, device=target.device
-    )
-    cache = drafter.start()
-    drafter.extend(cache, taps[:CONTEXT], ids[1 : CONTEXT + 1])
-    greedy = SamplingParams()
+    ids = _ids(CONTEXT + 3, target)
+    shape = (1, CONTEXT + 2, len(target.tap_layer_ids), target.spec.hidden_size)
+    taps = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(target.device)
+    cache, one = drafter.start(1, CONTEXT + 2 + steps), slice(0, 1)
+    drafter.extend(cache, one, taps[:, :CONTEXT], ids[:, 1 : CONTEXT + 1], [CONTEXT])
+    greedy = [SamplingParams()]
 
     def run() -> object:
-        drafter.extend(cache, taps[CONTEXT:], ids[CONTEXT + 1 :])
-        proposal = drafter.propose(cache, int(ids[-1]), steps, greedy)
-        cache.crop(CONTEXT)
-        return proposal
+        drafter.extend(cache, one, taps[:, CONTEXT:], ids[:, CONTEXT + 1 :], [2])
+        proposals = drafter.propose(cache, one, ids[:, -1], steps, greedy, [None])
+        cache.lengths[0] = CONTEXT
+        return proposals
 
     return run
 
@@ -224,8 +224,8 @@ def _decode(target: Target, prompts: list[Prompt], sampling: SamplingParams) -> 
     if len(prompts) == 1:
         return [generate_plain(target, prompts[0].token_ids, sampling)]
     longest = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_new_tokens
-    decoder = BatchedDecoder(target, batch_size=len(prompts), capacity=longest, sampling=sampling)
-    return list(decoder.run(prompts))
+    engine = Engine(target, num_slots=len(prompts), capacity=longest)
+    return list(engine.run(Request(prompt=p, sampling=sampling) for p in prompts))
 
 
 def _generate(

@@ -16,7 +16,9 @@ from paceline.actors.config import CacheConfig, RolloutConfig
 from paceline.actors.hidden_state_cache import HiddenStateCache
 from paceline.actors.rollout_pool import RolloutPool
 from paceline.actors.rollout_worker import FinishedShard, RolloutWorker, ShardTask, shard_tasks
-from paceline.models.config import SamplingConfig, TargetConfig
+from paceline.models.checkpoints import new_record, save_drafter
+from paceline.models.config import BackboneConfig, DrafterConfig, SamplingConfig, TargetConfig
+from paceline.models.drafter import build_drafter
 from paceline.models.records import HiddenStateShard, Prompt
 from paceline.models.shard_checks import ShardSource
 from paceline.models.shards import read_shard
@@ -99,6 +101,34 @@ def test_a6_last_hidden_states_of_a_shard_give_the_targets_own_next_tokens(tmp_p
         chosen = target.logits(shard.last_hidden_states[:-1]).argmax(dim=-1)
         mask = shard.loss_mask[1:]
         assert torch.equal(chosen[mask], shard.input_ids[1:][mask].long())
+
+
+def test_rollouts_that_speculate_make_the_same_shards(tmp_path: Path) -> None:
+    target = Target.load(TARGET)
+    target.tap(TAPS)
+    drafter = build_drafter(
+        DrafterConfig(backbone=BackboneConfig(kind="autoregressive")),
+        target.spec,
+        tap_layer_ids=TAPS,
+        embedding_weight=target.embedding_weight,
+        lm_head_weight=target.lm_head_weight,
+    )
+    save_drafter(tmp_path / "drafter", drafter, new_record(drafter.config, target))
+    greedy = SamplingConfig(max_new_tokens=16)
+    plain = make(tmp_path / "plain", tasks(), 4, greedy)
+    rollout = RolloutConfig(batch_size=4, sampling=greedy, drafter=str(tmp_path / "drafter"))
+    folder = tmp_path / "speculative"
+    worker = RolloutWorker(TARGET, rollout, CACHE, tap_layer_ids=TAPS, cache_folder=str(folder))
+    made = {done.index: read_shard(folder, done.ref) for done in worker.generate(tasks())}
+    assert made.keys() == plain.keys()
+    for index, shard in made.items():
+        assert torch.equal(shard.input_ids, plain[index].input_ids)
+        torch.testing.assert_close(
+            shard.last_hidden_states, plain[index].last_hidden_states, atol=1e-4, rtol=1e-3
+        )
+    other = RolloutWorker(TARGET, rollout, CACHE, tap_layer_ids=(0, 2), cache_folder=str(folder))
+    with pytest.raises(ValueError, match="tap_layer_ids"):
+        next(other.generate(tasks()))
 
 
 def test_a_worker_killed_with_9_is_replaced_and_no_shard_is_lost_or_made_twice(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -11,14 +10,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from paceline.kernels.sampling import probs_from_logits
 from paceline.models.config import BackboneConfig, DrafterConfig, TargetConfig
-from paceline.models.decoding.batched import BatchedDecoder
 from paceline.models.decoding.speculative import generate_plain, generate_speculative
 from paceline.models.drafter import build_drafter
 from paceline.models.embedded import resolve_model
 from paceline.models.evaluation import audit_greedy
 from paceline.models.grouped_attention import ATTENTION_NAME
 from paceline.models.kv_cache import SlotCache
-from paceline.models.records import Prompt, SamplingParams
+from paceline.models.records import DraftProposal, Prompt, SamplingParams
 from paceline.models.target import Target
 from paceline.models.tiny import TINY_FAMILIES
 
@@ -85,21 +83,19 @@ def test_a_perfect_drafter_is_accepted_whole_and_changes_nothing() -> None:
         config, backbone, tap_layer_ids = drafter.config, drafter.backbone, TAPS
         committed = 0
 
-        def start(self):
-            return drafter.start()
+        def start(self, num_slots, capacity):
+            return drafter.start(num_slots, capacity)
 
-        def extend(self, cache, aux, next_ids) -> None:
-            assert len(aux) == len(next_ids)
-            self.committed += len(next_ids)
-            assert int(next_ids[-1]) == sequence[self.committed]
+        def extend(self, cache, slots, aux, next_ids, counts) -> None:
+            assert aux.shape[1] == next_ids.shape[1] == counts[0]
+            self.committed += counts[0]
+            assert int(next_ids[0, -1]) == sequence[self.committed]
 
-        def propose(self, cache, anchor, count, sampling, generator):
-            from paceline.models.records import DraftProposal
-
+        def propose(self, cache, slots, anchors, count, samplings, generators):
             known = sequence[self.committed + 1 :][:count]
             tokens = torch.tensor(known + [0] * (count - len(known)))
             index = torch.arange(count)
-            return DraftProposal(tokens=tokens, parent=index - 1, depth=index)
+            return [DraftProposal(tokens=tokens, parent=index - 1, depth=index)]
 
     ours = generate_speculative(target, Oracle(), ids, sampling, 4)
     assert ours.token_ids == plain
@@ -189,49 +185,6 @@ def test_sampled_speculation_has_the_targets_distribution(
     # The band is narrow enough to refuse the right sampler for a law of another temperature.
     other = exact_law(target, ids, replace(sampling, temperature=3.0 * temperature))
     assert total_variation(counts, other, draws) > 1.5 * band
-
-
-def test_batched_decoding_equals_one_at_a_time_whatever_shares_the_batch() -> None:
-    target = load("llama")
-    sampling = SamplingParams(max_new_tokens=20)
-    prompts = [
-        Prompt(prompt_id=str(i), domain="d", token_ids=prompt_ids(i, 4 + 3 * (i % 4)))
-        for i in range(9)
-    ]
-    alone = {p.prompt_id: generate_plain(target, p.token_ids, sampling).token_ids for p in prompts}
-    for size, order in itertools.product((1, 4), (prompts, prompts[::-1])):
-        decoder = BatchedDecoder(target, batch_size=size, capacity=64, sampling=sampling)
-        for sequence in decoder.run(order):
-            start = len(sequence.prompt.token_ids)
-            response = tuple(sequence.token_ids[start:].tolist())
-            assert response == alone[sequence.prompt.prompt_id]
-
-
-@torch.no_grad()
-def test_a10_captured_rows_belong_to_their_own_tokens() -> None:
-    target = load("qwen3")
-    sampling = SamplingParams(max_new_tokens=12, temperature=1.0, seed=4)
-    prompts = [
-        Prompt(prompt_id=str(i), domain="d", token_ids=prompt_ids(i, 5 + i)) for i in range(5)
-    ]
-    decoder = BatchedDecoder(
-        target, batch_size=3, capacity=40, sampling=sampling, capture_dtype=torch.float32
-    )
-    for sequence in decoder.run(prompts):
-        ids = sequence.token_ids[None]
-        positions = torch.arange(ids.shape[1])[None]
-        whole = target.forward(ids, positions, SlotCache(1, ids.shape[1]), slice(0, 1))
-        assert len(sequence.aux_hidden_states) == ids.shape[1]
-        torch.testing.assert_close(
-            sequence.aux_hidden_states, whole.aux_hidden_states[0], atol=2e-4, rtol=1e-3
-        )
-        torch.testing.assert_close(
-            sequence.last_hidden_states, whole.last_hidden_states[0], atol=2e-4, rtol=1e-3
-        )
-        first = len(sequence.prompt.token_ids)
-        logits = target.logits(whole.last_hidden_states[0, first - 1 : -1])
-        expected = logits.log_softmax(-1).gather(1, ids[0, first:, None])[:, 0]
-        torch.testing.assert_close(sequence.logprobs[first:], expected, atol=1e-3, rtol=1e-3)
 
 
 def test_the_audit_tells_a_tie_from_a_mismatch() -> None:

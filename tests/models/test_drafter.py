@@ -17,6 +17,7 @@ from paceline.models.warm_start import start_from_target
 TAPS = (0, 1, 3)
 LENGTHS = (23, 17)
 PROMPTS = (6, 4)
+ONE = slice(0, 1)
 VARIANTS = {
     "fill_in": BackboneConfig(kind="block", num_layers=2, block_size=5, anchors_per_sequence=64),
     "shift": BackboneConfig(
@@ -110,17 +111,18 @@ def test_f54_cached_drafting_equals_the_training_forward(
         for anchor in range(prompt, length - slots):
             if (first + anchor, slots - 1) not in expected:
                 continue
-            cache = drafter.start()
+            cache = drafter.start(1, length + slots)
             # Committed in two pieces, with a draft in between that must leave no trace.
             for start, end in ((0, prompt - 1), (prompt - 1, anchor)):
                 rows = slice(first + start, first + end)
                 following = batch.input_ids[first + start + 1 : first + end + 1]
-                drafter.extend(cache, batch.aux_hidden_states[rows], following)
-                drafter.propose(cache, int(following[-1]), slots, SamplingParams())
+                aux = batch.aux_hidden_states[rows][None]
+                drafter.extend(cache, ONE, aux, following[None], [end - start])
+                drafter.propose(cache, ONE, following[-1:], slots, [SamplingParams()], [None])
             seen.clear()
             tokens = batch.input_ids[first + anchor :]
             forced_propose(drafter, cache, tokens, slots)
-            drafted = torch.cat(seen)
+            drafted = torch.cat([logits.flatten(0, -2) for logits in seen])
             for slot in range(slots):
                 torch.testing.assert_close(
                     drafted[slot], expected[first + anchor, slot], atol=1e-4, rtol=1e-4
@@ -132,13 +134,13 @@ def test_f54_cached_drafting_equals_the_training_forward(
 def forced_propose(drafter: Drafter, cache, tokens: torch.Tensor, slots: int) -> None:
     """Draft with the data's own tokens fed back, as training-time test does."""
     if drafter.config.backbone.kind == "block":
-        drafter.propose(cache, int(tokens[0]), slots, SamplingParams())
+        drafter.propose(cache, ONE, tokens[:1], slots, [SamplingParams()], [None])
         return
     hidden = cache.last_hidden
     for slot in range(slots):
         if slot:
             hidden = drafter.backbone.draft_hidden_next(
-                cache, hidden, int(tokens[slot]), drafter.embedding_weight
+                cache, ONE, hidden, tokens[slot : slot + 1], slot - 1, drafter.embedding_weight
             )
         drafter.lm_head(drafter.backbone.norm(hidden))
 

@@ -248,9 +248,12 @@ def test_f54_an_export_proposes_what_the_drafter_proposes(
             folder = tmp_path / drafter.config.backbone.kind
             export(drafter, layout, folder)
             for one in (drafter, read_export(folder / layout, layout, target)):
-                cache = one.start()
-                one.extend(cache, aux, torch.arange(40, 45))
-                proposals.append(one.propose(cache, 44, 4, SamplingParams()).tokens)
+                cache, slot = one.start(1, 16), slice(0, 1)
+                one.extend(cache, slot, aux[None], torch.arange(40, 45)[None], [5])
+                (proposal,) = one.propose(
+                    cache, slot, torch.tensor([44]), 4, [SamplingParams()], [None]
+                )
+                proposals.append(proposal.tokens)
     for own, exported in zip(proposals[::2], proposals[1::2], strict=True):
         assert torch.equal(own, exported)
     assert not torch.equal(proposals[0], proposals[-1])

@@ -22,7 +22,8 @@ from paceline.models.config import (
     TargetConfig,
     WeightConfig,
 )
-from paceline.models.decoding.batched import BatchedDecoder, CapturedSequence
+from paceline.models.decoding.engine import Engine
+from paceline.models.decoding.requests import CapturedSequence, Request
 from paceline.models.drafter import Drafter, build_drafter
 from paceline.models.embedded import resolve_model
 from paceline.models.objectives.objective import compute_objective
@@ -80,7 +81,7 @@ RECIPES = {
     ),
 }
 WARMUP_STEPS = 10
-Engine = Callable[[Path | None, str | None], dict]
+Serve = Callable[[Path | None, str | None], dict]
 
 
 @pytest.fixture(scope="session")
@@ -123,7 +124,7 @@ def engine(
     sampling: SamplingParams,
     num_speculative_tokens: int,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Engine:
+) -> Serve:
     """Runs the prompts through vLLM, greedily, with an exported drafter or (None, None) plainly."""
     results: dict[Path | None, dict] = {}
 
@@ -211,14 +212,10 @@ def train_drafter(target: Target, recipe: Recipe, prompts: list[Prompt]) -> Draf
 
 
 def _answers(target: Target, prompts: list[Prompt]) -> list[CapturedSequence]:
-    decoder = BatchedDecoder(
-        target,
-        batch_size=len(prompts),
-        capacity=MAX_MODEL_LEN,
-        sampling=SAMPLING,
-        capture_dtype=torch.float32,
+    engine = Engine(
+        target, num_slots=len(prompts), capacity=MAX_MODEL_LEN, capture_dtype=torch.float32
     )
-    return list(decoder.run(prompts))
+    return list(engine.run(Request(prompt=prompt, sampling=SAMPLING) for prompt in prompts))
 
 
 def _batch(sequences: list[CapturedSequence]) -> TrainBatch:
