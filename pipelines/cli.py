@@ -10,6 +10,7 @@ line on standard error), 130 interrupted.
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -44,7 +45,11 @@ ShowTraceback = Annotated[
 
 
 def _guarded(workflow: str, show_traceback: bool, work: Callable[[], None]) -> None:
-    """Runs `work`; errors of the user's become one line and exit code 2."""
+    """Runs `work`; errors of the user's become one line and exit code 2.
+
+    SIGTERM, as `ray job stop` and schedulers send it, ends a run like Ctrl-C.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         work()
     except (ValueError, OSError) as error:

@@ -32,13 +32,14 @@ class Rollouts:
         self._run = run
         self._bars = bars
         self._total = len(prepared.tasks)
-        # Swept before the first worker writes; a cache that Ray restarts must not sweep.
+        # Swept before the first worker writes; a cache that Ray restarts must not sweep. Opened in
+        # this process first, so that what is wrong with it is said as it is.
+        HiddenStateCache(self.folder, config.cache, prepared.source).close()
         self._cache = (
             ray.remote(HiddenStateCache)
             .options(num_cpus=0, max_restarts=-1, max_task_retries=-1)
             .remote(self.folder, config.cache, prepared.source, sweep=False)
         )
-        ray.get(self._cache.sweep.remote())
         self._pool = RolloutPool(
             config.target,
             config.rollout,

@@ -138,6 +138,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"paceline"}
     assert not [name for name in names if "test" in name]
+    assert "paceline/kernels/native/skinny_linear.cpp" in names
     assert [name for name in names if name.endswith("/__init__.py")] == ["paceline/__init__.py"]
 
 
