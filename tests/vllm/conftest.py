@@ -104,6 +104,7 @@ def num_speculative_tokens() -> int:
 
 @pytest.fixture(scope="session")
 def target() -> Target:
+    torch.set_num_threads(os.cpu_count() or 1)  # a real model, unlike those of the other tests
     return Target.load(TARGET)
 
 

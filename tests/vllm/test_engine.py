@@ -46,7 +46,7 @@ def acceptance_length(counters: dict) -> float:
     return 1.0 + counters["num_accepted_tokens"] / counters["num_drafts"]
 
 
-@pytest.mark.parametrize("layout", ["vllm", "speculators"])
+@pytest.mark.parametrize("layout", ["vllm", pytest.param("speculators", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])
 def test_f54_the_engine_serves_the_drafter_that_was_trained(
     method: str,
