@@ -1,10 +1,10 @@
 """The decoder layers of Llama-like targets with fewer, larger operations.
 
-transformers runs some sixty small operations a layer; while decoding, they and their launches cost
-as much as reading the weights. Here q, k and v are one product and gate and up another, norms are
-single calls, rotary tables and the mask are made once per forward, and a lone token reads its cache
-without a mask. The weights stay transformers' own parameters: they become views of the joined
-tensors, so loading new ones in place reaches both.
+While decoding, the many small operations of a layer and their launches weigh beside the reading of
+its weights (`paceline bench engine`: decode1_vs_transformers). Here q, k and v are one product and
+gate and up another, norms are single calls, rotary tables and the mask are made once per forward,
+and a lone token reads its cache without a mask. The weights stay transformers' own parameters: they
+become views of the joined tensors, so loading new ones in place reaches both.
 
 Shapes: B sequences, T new tokens each, L cached rows, H query heads, G key/value heads, d head
 width, D width, E = H // G query heads per key head.
@@ -23,7 +23,7 @@ from paceline.kernels.linear import few_row_linear
 from paceline.models.kv_cache import SlotCache
 
 FULL = "full_attention"
-LAYER_KINDS = (FULL, "sliding_attention")
+SLIDING = "sliding_attention"
 LAYER_CLASSES = (
     "LlamaDecoderLayer",
     "MistralDecoderLayer",
@@ -50,7 +50,8 @@ class LeanDecoder:
     ) -> tuple[Tensor, list[Tensor]]:
         """Final-normed states [B, T, D] and the outputs [B, T, D] of the tapped layers.
 
-        `masks` gives for each kind of layer a bool [B, 1, T, L], or None where all of L is seen.
+        `masks` gives for each kind of layer a bool [B, 1, T, L], or None where all of L is seen;
+        with one entry, FULL, it holds for every layer.
         """
         hidden_BTD = self._decoder.embed_tokens(input_ids)
         cos_BTd, sin_BTd = self._decoder.rotary_emb(hidden_BTD, position_ids)
@@ -61,7 +62,9 @@ class LeanDecoder:
         added = {kind: self._layers[0].added_mask(m, hidden_BTD) for kind, m in masks.items()}
         taps = []
         for index, layer in enumerate(self._layers):
-            hidden_BTD = layer.forward(hidden_BTD, tables, added[layer.kind], cache)
+            hidden_BTD = layer.forward(
+                hidden_BTD, tables, added.get(layer.kind, added[FULL]), cache
+            )
             if index in tap_layer_ids:
                 taps.append(hidden_BTD)
         return _rms_norm(hidden_BTD, self._decoder.norm), taps

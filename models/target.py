@@ -23,7 +23,7 @@ from paceline.models.embedded import resolve_model
 from paceline.models.fingerprint import fingerprint, tokenizer_hash
 from paceline.models.grouped_attention import ATTENTION_NAME
 from paceline.models.kv_cache import SlotCache
-from paceline.models.lean_decoder import LAYER_KINDS, lean_decoder
+from paceline.models.lean_decoder import FULL, SLIDING, lean_decoder
 from paceline.models.target_spec import read_spec
 
 DTYPES = {
@@ -64,6 +64,10 @@ class Target:
         self.spec = read_spec(model, tokenizer, config.model)
         self.tokenizer_hash = tokenizer_hash(tokenizer)
         self.fingerprint = fingerprint(model, self.tokenizer_hash)
+        # Read once: transformers copies its whole configuration whenever it is asked for a value.
+        decoder_config = self.decoder.config.to_dict()
+        self._softcap = decoder_config.get("final_logit_softcapping")
+        self._window, self._kinds_differ = sliding_window(decoder_config)
         self._lean = lean_decoder(self.decoder)
         _use_few_row_linears(model)
 
@@ -158,29 +162,21 @@ class Target:
     def logits(self, last_hidden_states: Tensor) -> Tensor:
         """lm_head of normed hidden states [..., D] in float32 [..., V]."""
         logits = few_row_linear(last_hidden_states, self.lm_head_weight, None).float()
-        softcap = self.decoder.config.to_dict().get("final_logit_softcapping")
-        return torch.tanh(logits / softcap) * softcap if softcap else logits
+        return torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
 
     def _mask(self, visible: Tensor, position_ids: Tensor) -> Tensor | dict[str, Tensor]:
-        config = self.decoder.config.to_dict()
-        window = config.get("sliding_window")
-        layer_types = config.get("layer_types") or ()
-        if not window or ("full_attention" in layer_types and len(set(layer_types)) == 1):
+        if self._window is None:
             return visible
         keys_L = torch.arange(visible.shape[-1], device=visible.device)
-        near = keys_L > position_ids[:, None, :, None] - window
-        if not layer_types:
-            # Mistral: every layer slides. Qwen2 states a window but uses it only on request.
-            return visible & near if config.get("use_sliding_window", True) else visible
-        return {"full_attention": visible, "sliding_attention": visible & near}
+        near = visible & (keys_L > position_ids[:, None, :, None] - self._window)
+        return {FULL: visible, SLIDING: near} if self._kinds_differ else near
 
     def _masks(self, cache: SlotCache, position_ids: Tensor) -> dict[str, Tensor | None]:
         """Masks by kind of layer; None where the newest token sees all there is."""
+        if position_ids.numel() == 1 and self._window is None:
+            return {FULL: None}
         mask = self._mask(cache.visible(), position_ids)
-        if isinstance(mask, dict):
-            return dict(mask)
-        lone = position_ids.numel() == 1 and not self.decoder.config.to_dict().get("sliding_window")
-        return dict.fromkeys(LAYER_KINDS, None if lone else mask)
+        return dict(mask) if isinstance(mask, dict) else {FULL: mask}
 
     @torch.no_grad()
     def update_weights(self, state: dict[str, Tensor], version: int) -> None:
@@ -201,6 +197,15 @@ class Target:
         self.model.load_state_dict(state, strict=False)
         self.version = version
         self.fingerprint = fingerprint(self.model, self.tokenizer_hash)
+
+
+def sliding_window(config: dict[str, Any]) -> tuple[int | None, bool]:
+    """Width of the window that layers slide over, None without, and whether only some do."""
+    window, kinds = config.get("sliding_window"), set(config.get("layer_types") or ())
+    # Qwen2 states a window but uses it only on request.
+    if not window or kinds == {FULL} or not (kinds or config.get("use_sliding_window", True)):
+        return None, False
+    return window, bool(kinds)
 
 
 def _output(hidden_BTD: Tensor, taps: list[Tensor]) -> TargetOutput:

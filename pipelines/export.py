@@ -9,6 +9,7 @@ refused, with the option to change.
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 from pathlib import Path
 
@@ -57,7 +58,12 @@ def export_drafter(
 
 
 def try_export(folder: Path, out: Path, target: TargetConfig) -> str:
-    """The vLLM export of a drafter and its serving command, or why no engine can serve it."""
+    """The vLLM export of a drafter and its serving command, or why no engine can serve it.
+
+    Replaces what an earlier part of the same run exported.
+    """
+    if out.exists():
+        shutil.rmtree(out)
     try:
         return export_drafter(folder, "vllm", out, Target.load(target), target)
     except ValueError as error:

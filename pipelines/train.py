@@ -93,6 +93,8 @@ def main(argv: list[str] | None = None) -> None:
         report = write_report(run.out)
         for path in (report, run.out / "evaluate.json", *run.out.glob("figures/*.png")):
             run.artifact(path)
+        if registry is None:  # a registered drafter is an artifact already
+            run.artifact(drafter_folder)
     print_records(records)
     print_summary(run, before[-1], records[-1], serving)
 

@@ -338,11 +338,13 @@ def test_f58_a_new_drafter_takes_over_running_sequences_without_changing_a_token
     assert {s.prompt.prompt_id: response(s) for s in ended} == plain
     assert {s.drafter_version for s in ended} == {7}
     # After the first round the new drafter stands where it would have stood from the start.
+    compared = 0
     for sequence in ended:
-        start = sequence.trace.accepted[0]
         whole = fresh[sequence.prompt.prompt_id].trace.accepted
-        if start == whole[0]:
+        if sequence.trace.accepted[0] == whole[0]:
             assert sequence.trace.accepted[1:] == whole[1:]
+            compared += 1
+    assert compared > 0
 
 
 @torch.no_grad()
