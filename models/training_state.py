@@ -24,7 +24,7 @@ import os
 import random
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -225,7 +225,8 @@ def new_checkpoint(root: Path, state: TrainingState) -> Iterator[Path]:
     for leftover in root.glob(f"{_PARTIAL}*"):
         shutil.rmtree(leftover)
     partial.mkdir()
-    try:
+    with ExitStack() as on_error:
+        on_error.callback(shutil.rmtree, partial)
         yield partial
         content = {"schema_version": SCHEMA_VERSION, **asdict(state)}
         (partial / STATE_FILE).write_text(json.dumps(content, indent=2) + "\n")
@@ -234,9 +235,7 @@ def new_checkpoint(root: Path, state: TrainingState) -> Iterator[Path]:
         for path in partial.iterdir():
             _fsync_file(path)
         fsync_folder(partial)
-    except BaseException:
-        shutil.rmtree(partial)
-        raise
+        on_error.pop_all()
     if final.exists():
         # A run that went back (lost ranks, or a resume from an older step) made this step again.
         shutil.rmtree(final)

@@ -7,6 +7,10 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from paceline.models.checkpoints import new_record, save_drafter
+from paceline.models.config import BackboneConfig, DrafterConfig, TargetConfig
+from paceline.models.drafter import build_drafter
+from paceline.models.target import Target
 from paceline.pipelines.benches.alternation import alternate, faster, paired_ratios
 from paceline.pipelines.figure_document import ratio_figure
 
@@ -30,8 +34,23 @@ def test_ratios_are_of_the_same_repeat_and_the_median_is_kept() -> None:
 def test_the_engine_bench_writes_its_figures(
     paceline: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
+    target = Target.load(TargetConfig(model="builtin:tiny-llama", device="cpu"))
+    target.tap((0, 1))
+    drafter = build_drafter(
+        DrafterConfig(backbone=BackboneConfig(kind="autoregressive")),
+        target.spec,
+        tap_layer_ids=(0, 1),
+        embedding_weight=target.embedding_weight,
+        lm_head_weight=target.lm_head_weight,
+    )
+    save_drafter(tmp_path / "drafter", drafter, new_record(drafter.config, target))
     result = paceline(
-        "bench", "engine", "target=builtin:tiny-llama", "small=true", "json=engine.json"
+        "bench",
+        "engine",
+        "target=builtin:tiny-llama",
+        "drafter=drafter",
+        "small=true",
+        "json=engine.json",
     )
     assert result.returncode == 0, result.stderr
     document = json.loads((tmp_path / "engine.json").read_text())
@@ -45,6 +64,8 @@ def test_the_engine_bench_writes_its_figures(
         "plain_vs_transformers_b1",
         "plain_vs_transformers_b8",
         "plain_vs_transformers_b32",
+        "speculative_vs_plain_b1",
+        "ideal_share_b1",
     }
     assert expected <= set(document["figures"])
     assert all(entry["value"] > 0 for entry in document["figures"].values())
