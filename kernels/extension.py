@@ -42,7 +42,9 @@ def load_extension(name: str) -> bool:
     if torch.backends.cpu.get_cpu_capability() not in CAPABILITIES:
         return False
     source = SOURCES / f"{name}.cpp"
-    key = hashlib.sha256(source.read_bytes() + repr((FLAGS, torch.__version__)).encode())
+    key = hashlib.sha256(repr((FLAGS, torch.__version__)).encode())
+    for file in (source, *sorted(SOURCES.glob("*.h"))):
+        key.update(file.read_bytes())
     library = cache_folder() / "native" / key.hexdigest()[:16] / f"{name}.so"
     if not library.exists() and not _build(source, library):
         return False

@@ -6,12 +6,16 @@ gate and up another, norms are single calls, rotary tables and the mask are made
 and a lone token reads its cache without a mask. The weights stay transformers' own parameters: they
 become views of the joined tensors, so loading new ones in place reaches both.
 
+For few rows on CPU even these operations are one call (kernels/decode_layer.py), of which the code
+here is the eager twin.
+
 Shapes: B sequences, T new tokens each, L cached rows, H query heads, G key/value heads, d head
 width, D width, E = H // G query heads per key head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2CLS
 
+from paceline.kernels.decode_layer import LayerWeights, decode_layer, decode_layer_runs
 from paceline.kernels.linear import few_row_linear
 from paceline.models.kv_cache import SlotCache
 
@@ -44,30 +49,74 @@ class LeanDecoder:
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        masks: dict[str, Tensor | None],
+        masks: Callable[[], dict[str, Tensor | None]],
         cache: SlotCache,
         tap_layer_ids: tuple[int, ...],
+        *,
+        causal: bool,
     ) -> tuple[Tensor, list[Tensor]]:
         """Final-normed states [B, T, D] and the outputs [B, T, D] of the tapped layers.
 
-        `masks` gives for each kind of layer a bool [B, 1, T, L], or None where all of L is seen;
-        with one entry, FULL, it holds for every layer.
+        `masks` makes for each kind of layer a bool [B, 1, T, L], or None where all of L is seen;
+        with one entry, FULL, it holds for every layer. `causal` says that in every layer a row sees
+        exactly the cache's rows up to itself.
         """
         hidden_BTD = self._decoder.embed_tokens(input_ids)
         cos_BTd, sin_BTd = self._decoder.rotary_emb(hidden_BTD, position_ids)
         half = cos_BTd.shape[-1] // 2
         # rotate_half(x) = cat(-x2, x1) is cat(x2, x1) with the sign moved into the table.
         signed_BTd = torch.cat((-sin_BTd[..., :half], sin_BTd[..., half:]), dim=-1)
-        tables = (cos_BTd[:, :, None], signed_BTd[:, :, None])
-        added = {kind: self._layers[0].added_mask(m, hidden_BTD) for kind, m in masks.items()}
+        tables = (cos_BTd, signed_BTd)
+        if decode_layer_runs(hidden_BTD, self._layers[0].qkv[0].dtype):
+            seen: dict[str, Tensor | None] = {FULL: None} if causal else masks()
+            hidden_BTD, taps = self._native(hidden_BTD, tables, seen, cache, tap_layer_ids)
+        else:
+            hidden_BTD, taps = self._eager(hidden_BTD, tables, masks(), cache, tap_layer_ids)
+        return _rms_norm(hidden_BTD, self._decoder.norm), taps
+
+    def _native(
+        self,
+        hidden_BTD: Tensor,
+        tables: tuple[Tensor, Tensor],
+        masks: dict[str, Tensor | None],
+        cache: SlotCache,
+        tap_layer_ids: tuple[int, ...],
+    ) -> tuple[Tensor, list[Tensor]]:
         taps = []
         for index, layer in enumerate(self._layers):
-            hidden_BTD = layer.forward(
-                hidden_BTD, tables, added.get(layer.kind, added[FULL]), cache
+            mask = masks.get(layer.kind, masks[FULL])
+            keys, values = cache.storage(index, layer.num_keys, layer.width, hidden_BTD)
+            hidden_BTD = decode_layer(
+                hidden_BTD,
+                layer.weights,
+                tables,
+                keys,
+                values,
+                cache.rows,
+                None if mask is None else mask[:, 0],
+                cache.length,
             )
             if index in tap_layer_ids:
                 taps.append(hidden_BTD)
-        return _rms_norm(hidden_BTD, self._decoder.norm), taps
+        return hidden_BTD, taps
+
+    def _eager(
+        self,
+        hidden_BTD: Tensor,
+        tables: tuple[Tensor, Tensor],
+        masks: dict[str, Tensor | None],
+        cache: SlotCache,
+        tap_layer_ids: tuple[int, ...],
+    ) -> tuple[Tensor, list[Tensor]]:
+        over_heads = (tables[0][:, :, None], tables[1][:, :, None])
+        added = {kind: self._layers[0].added_mask(m, hidden_BTD) for kind, m in masks.items()}
+        taps = []
+        for index, layer in enumerate(self._layers):
+            mask = added.get(layer.kind, added[FULL])
+            hidden_BTD = layer.forward(hidden_BTD, over_heads, mask, cache)
+            if index in tap_layer_ids:
+                taps.append(hidden_BTD)
+        return hidden_BTD, taps
 
 
 class LeanLayer:
@@ -88,6 +137,22 @@ class LeanLayer:
         self.qkv = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
         self.gate_up = _joined(mlp.gate_proj, mlp.up_proj)
         self.out, self.down = attention.o_proj, mlp.down_proj
+        self.weights = LayerWeights(
+            norm=self.norms[0].weight,
+            qkv=self.qkv[0],
+            qkv_bias=self.qkv[1],
+            query_norm=self.head_norms[0].weight if self.head_norms else None,
+            key_norm=self.head_norms[1].weight if self.head_norms else None,
+            out=self.out.weight,
+            out_bias=self.out.bias,
+            second_norm=self.norms[1].weight,
+            gate_up=self.gate_up[0],
+            gate_up_bias=self.gate_up[1],
+            down=self.down.weight,
+            down_bias=self.down.bias,
+            eps=self.norms[0].variance_epsilon,
+            scale=self.scale,
+        )
 
     def forward(
         self,

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from paceline.kernels.extension import load_extension
+from paceline.kernels.masks import ancestor_mask
+from paceline.models import lean_decoder as module
 from paceline.models.config import TargetConfig
 from paceline.models.embedded import resolve_model
 from paceline.models.kv_cache import SlotCache
@@ -70,3 +73,61 @@ def test_joining_leaves_the_models_own_forward_and_its_state_as_they_were() -> N
     assert torch.equal(plain(ids).logits, joined(ids).logits)
     state = joined.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
+
+
+LEAN = [family for family in TINY_FAMILIES if family != "gemma3"]
+needs_native = pytest.mark.skipif(
+    not load_extension("decode_layer"), reason="no C++ compiler, or a processor without AVX2"
+)
+STARTS = [9, 4, 15]
+PARENTS = [[-1, 0, 0, 1, 1], [-1, 0, 1, 2, 3], [-1, 0, 0, 0, 2]]
+
+
+def read_slots(target: Target, tree: Tensor | None, chosen: list[int]) -> tuple[Tensor, Tensor]:
+    """Last and tapped states of 5 tokens in each chosen slot, after prompts of its own length."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(4, 200, (3, 20), generator=generator)[chosen]
+    cache = SlotCache(len(chosen), 32)
+    target.tap((0, 2))
+    for slot, start in enumerate(STARTS[i] for i in chosen):
+        one = slice(slot, slot + 1)
+        target.forward(ids[one, :start], torch.arange(start)[None], cache, one)
+    starts = torch.tensor([STARTS[i] for i in chosen])[:, None]
+    if tree is None:
+        positions = starts + torch.arange(5)
+    else:
+        tree = tree[chosen]
+        positions = starts + tree.sum(dim=-1) - 1
+    output = target.forward(ids[:, 15:], positions, cache, slice(0, len(chosen)), tree)
+    return output.last_hidden_states, output.aux_hidden_states
+
+
+@needs_native
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", LEAN)
+@torch.no_grad()
+def test_the_native_layer_equals_its_eager_twin(
+    family: str, dtype: str, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Target.load(TargetConfig(model=f"builtin:tiny-{family}", device="cpu", dtype=dtype))
+    tree = ancestor_mask(torch.tensor(PARENTS)) if shape == "tree" else None
+    native = read_slots(target, tree, [0, 1, 2])
+    monkeypatch.setattr(module, "decode_layer_runs", lambda *_: False)
+    eager = read_slots(target, tree, [0, 1, 2])
+    close = {"atol": 2e-5, "rtol": 1e-4} if dtype == "float32" else {"atol": 0.08, "rtol": 0.05}
+    for a, b in zip(native, eager, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, **close)
+
+
+@needs_native
+@torch.no_grad()
+def test_a_rows_values_are_the_same_whatever_stands_beside_it() -> None:
+    target = Target.load(TargetConfig(model="builtin:tiny-qwen3", device="cpu"))
+    tree = ancestor_mask(torch.tensor(PARENTS))
+    together = read_slots(target, tree, [0, 1, 2])
+    for slot in range(3):
+        alone = read_slots(target, tree, [slot])
+        for a, b in zip(together, alone, strict=True):
+            assert torch.equal(a[slot], b[0])
