@@ -1,6 +1,6 @@
 """Attention masks as booleans, True where a query may look.
 
-Letters: M tree nodes, S sequences, N blocks, L context rows, B slots of a block.
+Letters: M tree nodes (any leading axes), S sequences, N blocks, L context rows, B slots of a block.
 """
 
 from __future__ import annotations
@@ -9,27 +9,37 @@ import torch
 from torch import Tensor
 
 
-def ancestor_mask(parent_M: Tensor) -> Tensor:
+def ancestor_mask(parent: Tensor) -> Tensor:
     """Which nodes of a proposal each node sees: itself and its ancestors.
 
     Args:
-        parent_M: [M] index of each node's parent, -1 for children of the anchor; a parent comes
-            before its children.
+        parent: [..., M] index of each node's parent, -1 for a root; a parent comes before its
+            children.
 
     Returns:
-        bool [M, M], row i is what node i sees. For a chain it is lower triangular.
+        bool [..., M, M], row i is what node i sees. For a chain it is lower triangular.
 
     Raises:
         ValueError: a parent that does not come before its child.
     """
-    parents = parent_M.tolist()
-    visible_MM = torch.eye(len(parents), dtype=torch.bool)
-    for node, parent in enumerate(parents):
-        if not -1 <= parent < node:
-            raise ValueError(f"node {node} has parent {parent}: parents come before their children")
-        if parent >= 0:
-            visible_MM[node] |= visible_MM[parent]
-    return visible_MM.to(parent_M.device)
+    num_nodes = parent.shape[-1]
+    index_M = torch.arange(num_nodes, device=parent.device)
+    wrong = (parent >= index_M) | (parent < -1)
+    if bool(wrong.any()):
+        node, value = int(wrong.nonzero()[0, -1]), int(parent[wrong][0])
+        raise ValueError(f"node {node} has parent {value}: parents come before their children")
+    # Node M stands above all roots and sees nothing. After i turns a node sees its 2 ** i nearest
+    # ancestors and `jump` is the one after them.
+    shape = (*parent.shape[:-1], num_nodes + 1, num_nodes)
+    visible = (torch.arange(num_nodes + 1, device=parent.device)[:, None] == index_M).repeat(
+        *parent.shape[:-1], 1, 1
+    )
+    top = parent.new_full((*parent.shape[:-1], 1), num_nodes)
+    jump = torch.cat((parent.masked_fill(parent < 0, num_nodes), top), dim=-1)
+    for _ in range(num_nodes.bit_length()):
+        visible = visible | visible.gather(-2, jump[..., None].expand(shape))
+        jump = jump.gather(-1, jump)
+    return visible[..., :-1, :]
 
 
 def visible_context_mask(anchor_SN: Tensor, lengths_S: Tensor, num_rows: int) -> Tensor:

@@ -1,6 +1,6 @@
 """From logits to the distribution a token is drawn from, and the draw itself.
 
-Letters: R rows, V vocabulary.
+Letters: R rows, V vocabulary, C tokens drawn without replacement.
 """
 
 from __future__ import annotations
@@ -87,3 +87,33 @@ def sample(probs_RV: Tensor, generator: torch.Generator) -> Tensor:
     draw_R1 = uniforms((*probs_RV.shape[:-1], 1), generator, probs_RV.device)
     draw_R1 = draw_R1 * cumulative_RV[..., -1:]
     return torch.searchsorted(cumulative_RV, draw_R1, right=True).squeeze(-1)
+
+
+def draw_without_replacement(
+    probs_V: Tensor, count: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Draws distinct tokens one after another, each from what the earlier ones left.
+
+    Args:
+        probs_V: [V], not negative, with a positive sum; weights, as in `sample`.
+        count: how many tokens, at least 0; fewer when fewer have a positive probability.
+        generator: advances by one draw per returned token.
+
+    Returns:
+        [count] int64 token ids in the order they were drawn, and [count, V] in the dtype of
+        `probs_V` the distribution each was drawn from: earlier tokens at 0, summing to 1.
+
+    Raises:
+        ValueError: a negative count.
+    """
+    if count < 0:
+        raise ValueError(f"count={count} is negative: use 0 to draw nothing")
+    count = min(count, int(probs_V.count_nonzero()))
+    tokens_C = torch.empty(count, dtype=torch.long, device=probs_V.device)
+    probs_CV = probs_V.new_empty(count, probs_V.shape[-1])
+    weights_V = probs_V.double()
+    for i in range(count):
+        probs_CV[i] = weights_V / weights_V.sum()
+        tokens_C[i : i + 1] = sample(probs_CV[i : i + 1], generator)
+        weights_V = weights_V.index_fill(0, tokens_C[i : i + 1], 0.0)
+    return tokens_C, probs_CV

@@ -11,6 +11,8 @@ vocabulary. Row 0 of the target is what follows the anchor; row i + 1 is what fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -44,10 +46,16 @@ def greedy_walk(
             f"{num_nodes} draft tokens need {num_nodes + 1} target rows and {num_nodes} parents, "
             f"got {target_tokens_M1.shape[0]} and {parent_M.shape[0]}"
         )
-    target_tokens = target_tokens_M1.tolist()
+    return walk(target_tokens_M1.tolist(), draft_tokens_M.tolist(), parent_M.tolist())
+
+
+def walk(
+    target_tokens: Sequence[int], draft_tokens: Sequence[int], parents: Sequence[int]
+) -> tuple[list[int], int]:
+    """`greedy_walk` over Python numbers; more target rows than nodes + 1 may be given."""
+    num_nodes = len(draft_tokens)
     child_at: dict[tuple[int, int], int] = {}
-    nodes = zip(parent_M.tolist(), draft_tokens_M.tolist(), strict=True)
-    for node, (parent, token) in enumerate(nodes):
+    for node, (parent, token) in enumerate(zip(parents, draft_tokens, strict=True)):
         if not ANCHOR <= parent < num_nodes:
             raise ValueError(f"node {node} has parent {parent}, outside -1..{num_nodes - 1}")
         child_at.setdefault((parent, token), node)
