@@ -19,6 +19,7 @@ from paceline.models.backbones.autoregressive import AutoregressiveBackbone
 from paceline.models.backbones.block import BlockBackbone
 from paceline.models.backbones.cache import DraftCache
 from paceline.models.config import DrafterConfig
+from paceline.models.expansion import Expansion, LayerExpansion, MarginalExpansion
 from paceline.models.fusers import build_fuser
 from paceline.models.layers import LayerShape, Linear
 from paceline.models.records import DraftProposal, DraftRows, SamplingParams, TrainBatch
@@ -140,6 +141,31 @@ class Drafter(nn.Module):
             for tokens_K, probs_KV in zip(tokens_BK, probs, strict=True)
         ]
 
+    def expansion(
+        self, cache: DraftCache, slots: slice, anchor_ids: Tensor, depth: int
+    ) -> Expansion:
+        """What may follow each slot's anchor [B] and the nodes after it, `depth` levels deep."""
+        if isinstance(self.backbone, BlockBackbone):
+            hidden_BKD = self.backbone.draft_hidden(
+                cache, slots, anchor_ids, depth, self.embedding_weight
+            )
+            return MarginalExpansion(self._logits(hidden_BKD))
+        return LayerExpansion(self.backbone, self._logits, self.embedding_weight, cache, slots)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Ids of the target's vocabulary for ids of the draft vocabulary."""
+        return draft_ids + self.d2t[draft_ids]
+
+    def over_target(self, probs_KV: Tensor) -> Tensor:
+        """Probabilities over the draft vocabulary, over the target's."""
+        over_target_KV = probs_KV.new_zeros(len(probs_KV), len(self.t2d))
+        over_target_KV[:, self.vocab.target_ids] = probs_KV
+        return over_target_KV
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(self.refiner(hidden)).float()
+        return logits
+
     def _chain(
         self,
         backbone: AutoregressiveBackbone,
@@ -167,7 +193,7 @@ class Drafter(nn.Module):
         self, hidden_BKD: Tensor, choosers: list[Chooser]
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Target ids [B, K], and per slot what they were drawn from [K, V], None where greedy."""
-        logits_BKV = self.lm_head(self.refiner(hidden_BKD)).float()
+        logits_BKV = self._logits(hidden_BKD)
         draft_ids_BK = logits_BKV.argmax(dim=-1)
         probs: list[Tensor | None] = [None] * len(choosers)
         for i, (sampling, generator) in enumerate(choosers):
@@ -178,10 +204,8 @@ class Drafter(nn.Module):
                 logits_BKV[i], sampling.temperature, sampling.top_k, sampling.top_p
             )
             draft_ids_BK[i] = sample(probs_KV, generator)
-            over_target_KV = probs_KV.new_zeros(len(probs_KV), len(self.t2d))
-            over_target_KV[:, self.vocab.target_ids] = probs_KV
-            probs[i] = over_target_KV
-        return draft_ids_BK + self.d2t[draft_ids_BK], probs
+            probs[i] = self.over_target(probs_KV)
+        return self.target_ids(draft_ids_BK), probs
 
 
 def _join(step_probs: tuple[Tensor | None, ...]) -> Tensor | None:

@@ -140,14 +140,33 @@ class Target:
         return keep
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, cache: SlotCache, slots: slice
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cache: SlotCache,
+        slots: slice,
+        tree_BTT: Tensor | None = None,
+        length: int | None = None,
     ) -> TargetOutput:
-        """Run new tokens [B, T] at their positions [B, T] in `slots` of the cache."""
-        cache.place(position_ids, slots)
+        """Run new tokens [B, T] at their positions [B, T] in `slots` of the cache.
+
+        With `tree`, column 0 is the anchor, the others are nodes, and row [b, t] marks which of
+        them token t sees besides all earlier rows. `length` as in SlotCache.place.
+        """
+        if tree_BTT is None:
+            cache.place(position_ids, slots, length=length)
+        else:
+            start_B = position_ids[:, 0]
+            rows_BT = start_B[:, None] + torch.arange(input_ids.shape[1], device=self.device)
+            cache.place(rows_BT, slots, length=length, tree_start_B=start_B, tree_BTX=tree_BTT)
         if self._lean is not None:
-            masks = self._masks(cache, position_ids)
             hidden_BTD, taps = self._lean.forward(
-                input_ids, position_ids, masks, cache, self.tap_layer_ids
+                input_ids,
+                position_ids,
+                lambda: self._masks(cache, position_ids),
+                cache,
+                self.tap_layer_ids,
+                causal=self._window is None and cache.is_causal,
             )
             return _output(hidden_BTD, taps)
         hidden_BTD = self.decoder(
@@ -173,7 +192,7 @@ class Target:
 
     def _masks(self, cache: SlotCache, position_ids: Tensor) -> dict[str, Tensor | None]:
         """Masks by kind of layer; None where the newest token sees all there is."""
-        if position_ids.numel() == 1 and self._window is None:
+        if position_ids.numel() == 1 and self._window is None and cache.newest_last:
             return {FULL: None}
         mask = self._mask(cache.visible(), position_ids)
         return dict(mask) if isinstance(mask, dict) else {FULL: mask}

@@ -160,6 +160,24 @@ class AutoregressiveBackbone(nn.Module):
         embedding_B1D = embedding_VD[token_ids_B][:, None]
         return self._rows(cache, embedding_B1D, fed_back_BD[:, None], positions_B1)[:, 0]
 
+    def draft_hidden_tree(
+        self,
+        cache: DraftCache,
+        slots: slice,
+        hidden_BWD: Tensor,
+        embedding_BWD: Tensor,
+        level: int,
+        visible_BWX: Tensor,
+    ) -> Tensor:
+        """Feed the W opened nodes of a tree's `level` (from 0) and their parents' outputs.
+
+        visible [B, W, X] marks which of the X draft rows so far, these W last, each node sees.
+        Returns the layer's outputs [B, W, D].
+        """
+        fed_back_BWD = self.norm(hidden_BWD) if self.config.norm_output else hidden_BWD
+        positions_BW = cache.place_tree(slots, level, visible_BWX)
+        return self._rows(cache, embedding_BWD, fed_back_BWD, positions_BW)
+
     def _rows(
         self, cache: DraftCache, embedding_BTD: Tensor, hidden_BTD: Tensor, positions_BT: Tensor
     ) -> Tensor:

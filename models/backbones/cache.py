@@ -32,6 +32,19 @@ class DraftCache:
         self.rows.place(positions_BT, slots)
         return positions_BT
 
+    def place_tree(self, slots: slice, level: int, visible_BWX: Tensor) -> Tensor:
+        """Positions [B, W] of the nodes that a tree's `level` opens.
+
+        They are the last W of the X draft rows; visible [B, W, X] marks which of those each sees.
+        """
+        width, total = visible_BWX.shape[1:]
+        lengths_B = torch.tensor(self.lengths[slots], device=visible_BWX.device)
+        rows_W = torch.arange(total - width, total, device=visible_BWX.device)
+        self.rows.place(
+            lengths_B[:, None] + rows_W, slots, tree_start_B=lengths_B, tree_BTX=visible_BWX
+        )
+        return (lengths_B[:, None] + level).expand(-1, width)
+
     def commit(self, slots: slice, counts: list[int]) -> None:
         """The first counts[b] of the rows just written are committed."""
         for slot, count in zip(range(slots.start, slots.stop), counts, strict=True):

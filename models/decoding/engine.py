@@ -6,35 +6,40 @@
 Requests join between rounds as soon as a slot is free and leave when they end. Each has its own
 length, sampling, stops and random generator, so its tokens do not depend on which others share its
 batch (up to floating-point ties: other batch sizes may round differently). A round is one target
-pass: the newest token of each sequence and the drafts after it. Rows of rejected drafts lie above
-the committed length and are overwritten. A plain round is a round without drafts.
+pass over the newest token of each sequence and what was drafted after it: nothing, a chain or a
+tree, as the policy decides. Rows of rejected drafts lie above the committed length and are
+overwritten.
 
 A request that cannot be served fails alone: its sequence carries `error`.
 
-Shapes: B running sequences, K drafts of a round, A tapped layers, D width, V vocabulary.
+Shapes: B running sequences, R rows of a round, A tapped layers, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from paceline.models.decoding.generation import choose
+from paceline.models.decoding.capture import CaptureStore, capture_row_bytes
+from paceline.models.decoding.drafting import Drafting
+from paceline.models.decoding.policies import Policy, RoundReport, StaticPolicy
+from paceline.models.decoding.prefill import read_prompt
 from paceline.models.decoding.replay import replay
 from paceline.models.decoding.requests import CapturedSequence, Request, check_request
+from paceline.models.decoding.rounds import NO_NODES, Decision, Nodes, decide, round_input
 from paceline.models.decoding.slot import Slot, failed
-from paceline.models.decoding.speculative import check_drafter, verify_chain
+from paceline.models.decoding.strategy import PLAIN, Strategy, chain
 from paceline.models.drafter import Drafter
 from paceline.models.fingerprint import require_same_target
 from paceline.models.kv_cache import SlotCache, affordable_slots
-from paceline.models.records import DrafterCheckpoint, DraftProposal
+from paceline.models.records import DrafterCheckpoint, SamplingParams
 from paceline.models.target import Target, TargetOutput
 
-PREFILL_CHUNK = 512
-"""Prompt tokens that one target pass reads at most."""
+GREEDY = SamplingParams()
 
 
 class Engine:
@@ -51,36 +56,58 @@ class Engine:
         drafter: Drafter | None = None,
         drafter_version: int | None = None,
         num_speculative_tokens: int = 0,
+        policy: Policy | None = None,
     ) -> None:
         """`capacity` tokens, prompt and response, fit a slot; drafts have room of their own.
 
+        Without a policy, chains of `num_speculative_tokens` tokens are drafted. `max_cache_bytes`
+        bounds keys, values and captured states of the target.
+
         Raises ValueError if not even one slot fits `max_cache_bytes`, or if the drafter does not
-        fit the target.
+        fit the target or the policy's strategies.
         """
         self.target = target
         self.capacity = capacity
         self.capture_dtype = capture_dtype
-        self.num_speculative_tokens = num_speculative_tokens if drafter is not None else 0
-        self._rows = capacity + num_speculative_tokens + 1
+        self.policy = policy or StaticPolicy(chain(num_speculative_tokens if drafter else 0))
+        rows = capacity + 1 + max(max(s.budget, s.draft_rows) for s in self.policy.strategies)
+        taps = len(target.tap_layer_ids)
         self.num_slots = affordable_slots(
-            target.spec, target.dtype, num_slots, self._rows, max_cache_bytes
+            target.spec,
+            target.dtype,
+            num_slots,
+            rows,
+            max_cache_bytes,
+            extra_row_bytes=capture_row_bytes(target.spec, taps, capture_dtype),
         )
-        self._cache = SlotCache(self.num_slots, self._rows)
+        self._cache = SlotCache(self.num_slots, rows)
+        self._store = CaptureStore(
+            self.num_slots,
+            capacity,
+            num_taps=taps,
+            width=target.spec.hidden_size,
+            dtype=capture_dtype,
+            device=target.device,
+        )
         self._fingerprint = target.fingerprint
         self._slots: list[Slot] = []
         self._waiting: deque[Request] = deque()
-        self._drafter: Drafter | None = None
+        self._drafting: Drafting | None = None
         if drafter is not None:
-            self._set_drafter(drafter, drafter_version)
+            self._drafting = Drafting(target, drafter, drafter_version, self.policy)
+            self._drafting.start(self.num_slots, rows)
 
     def add(self, request: Request) -> None:
         """Queue a request; a slot is found for it in a later `step`."""
         self._waiting.append(request)
 
-    def run(self, requests: Iterable[Request]) -> Iterator[CapturedSequence]:
+    def run(
+        self, requests: Iterable[Request], between_rounds: Callable[[], None] | None = None
+    ) -> Iterator[CapturedSequence]:
         """Serve requests, taken as slots get free; yields sequences as they end.
 
-        Prompts with a given response are replayed, not decoded.
+        Prompts with a given response are replayed, not decoded. `between_rounds` may update the
+        target or the drafter.
         """
         source = iter(requests)
         while True:
@@ -91,6 +118,8 @@ class Engine:
                 self.add(request)
             if not self._waiting and not self._slots:
                 return
+            if between_rounds is not None:
+                between_rounds()
             yield from self.step()
 
     @torch.no_grad()
@@ -118,7 +147,6 @@ class Engine:
         """
         self.target.update_weights(state, version)
 
-    @torch.no_grad()
     def update_drafter(self, drafter: Drafter, checkpoint: DrafterCheckpoint) -> None:
         """Another drafter from the next round on; running sequences go on with it.
 
@@ -130,16 +158,10 @@ class Engine:
             model=self.target.spec.model,
             expected=self._fingerprint,
         )
-        self._set_drafter(drafter, checkpoint.drafter_version)
-        for i, slot in enumerate(self._slots):
-            aux = slot.captured_aux().to(self.target.device)
-            following = slot.token_ids[1 : slot.captured + 1]
-            self._extend(slice(i, i + 1), aux[None], [following], [len(following)])
-
-    def _set_drafter(self, drafter: Drafter, version: int | None) -> None:
-        check_drafter(self.target, drafter, self.num_speculative_tokens)
-        self._drafter, self._drafter_version = drafter, version
-        self._draft_cache = drafter.start(self.num_slots, self._rows)
+        drafting = Drafting(self.target, drafter, checkpoint.drafter_version, self.policy)
+        drafting.start(self.num_slots, self._cache.capacity)
+        self._drafting = drafting
+        self.policy.drafter_changed()
 
     def _admit(self) -> list[CapturedSequence]:
         finished: list[CapturedSequence] = []
@@ -157,131 +179,93 @@ class Engine:
         return finished
 
     def _join(self, request: Request) -> None:
-        prompt_ids, index = request.prompt.token_ids, len(self._slots)
-        slot = Slot(
-            request,
-            num_taps=len(self.target.tap_layer_ids),
-            width=self.target.spec.hidden_size,
-            dtype=self.capture_dtype,
-            target_version=self.target.version,
-        )
-        twin = self._twin(prompt_ids)
-        if twin is None:
-            start = 0
-        else:
-            # The last prompt token is read again: its row chooses this request's first token.
-            slot.copy_prompt(self._slots[twin])
-            slot.captured = start = len(prompt_ids) - 1
-            self._cache.move(twin, index, start)
+        slot = Slot(request, place=self._store.take(), target_version=self.target.version)
+        logits_11V = read_prompt(self.target, self._cache, self._store, self._slots, slot)
+        (decision,) = decide(logits_11V, [request.sampling], [slot.generator], [NO_NODES], [None])
+        self._commit(slot, decision)
         self._slots.append(slot)
-        one = slice(index, index + 1)
-        for first in range(start, len(prompt_ids), PREFILL_CHUNK):
-            output = self._read([list(prompt_ids[first : first + PREFILL_CHUNK])], [first], one)
-            slot.capture(output.aux_hidden_states[0], output.last_hidden_states[0])
-        logits_V = self.target.logits(output.last_hidden_states[0, -1])
-        token = choose(logits_V, request.sampling, slot.generator)
-        self._commit(slot, [token], logits_V[None])
-        if self._drafter is not None:
-            self._draft_cache.clear(index)
-            aux = slot.captured_aux().to(self.target.device)
-            self._extend(one, aux[None], [[*prompt_ids[1:], token]], [len(prompt_ids)])
-
-    def _twin(self, prompt_ids: tuple[int, ...]) -> int | None:
-        """A running sequence with the same prompt, read under the present weights."""
-        for i, slot in enumerate(self._slots):
-            same = slot.request.prompt.token_ids == prompt_ids
-            if same and slot.min_target_version == self.target.version:
-                return i
-        return None
+        if self._drafting is not None:
+            self._drafting.join(len(self._slots) - 1)
 
     def _round(self) -> None:
         """Draft, one target pass over all running sequences, verify, commit."""
-        everyone = slice(0, len(self._slots))
-        running = any(slot.finish_reason is None for slot in self._slots)
-        steps = self.num_speculative_tokens if running else 0
-        proposals = self._propose(everyone, steps)
-        tokens = [
-            [slot.newest, *self._drafted(slot, proposal, steps)]
-            for slot, proposal in zip(self._slots, proposals, strict=True)
-        ]
-        output = self._read(tokens, [slot.length - 1 for slot in self._slots], everyone)
-        logits_BRV = self.target.logits(output.last_hidden_states)
-        following: list[list[int]] = []
-        for i, slot in enumerate(self._slots):
-            aux_RAD, last_RD = output.aux_hidden_states[i], output.last_hidden_states[i]
-            if slot.error is not None or slot.finish_reason is not None:
-                slot.capture(aux_RAD[:1], last_RD[:1])
-                following.append([slot.newest])
-                continue
-            committed = self._verify(slot, proposals[i], logits_BRV[i])
-            accepted = len(committed) - 1
-            kept = self._commit(slot, committed, logits_BRV[i])
-            if steps:
-                slot.note_round(steps, min(accepted, kept))
-                slot.drafter_version = self._drafter_version
-            rows = 1 + min(accepted, kept)
-            slot.capture(aux_RAD[:rows], last_RD[:rows])
-            following.append(committed)
-        if steps:
-            counts = [len(ids) for ids in following]
-            self._extend(everyone, output.aux_hidden_states, following, counts)
-
-    def _propose(self, slots: slice, steps: int) -> list[DraftProposal | None]:
-        if steps == 0 or self._drafter is None:
-            return [None] * len(self._slots)
-        anchors = torch.tensor([slot.newest for slot in self._slots], device=self.target.device)
-        return list(
-            self._drafter.propose(
-                self._draft_cache,
-                slots,
-                anchors,
-                steps,
-                [slot.request.sampling for slot in self._slots],
-                [slot.generator for slot in self._slots],
-            )
+        started = time.perf_counter()
+        running = [slot for slot in self._slots if slot.finish_reason is None]
+        strategy, behind = PLAIN, 0
+        if self._drafting is not None and running:
+            behind = self._drafting.behind(self._slots)
+            strategy = self.policy.choose(len(running), behind)
+        nodes = [NO_NODES] * len(self._slots)
+        probs: list[Tensor | None] = [None] * len(self._slots)
+        if self._drafting is not None and strategy.speculates:
+            nodes, probs = self._drafting.draft(strategy, self._slots, self._store)
+        given = round_input(
+            [slot.newest for slot in self._slots],
+            [slot.length - 1 for slot in self._slots],
+            nodes,
+            self.target.device,
         )
+        everyone = slice(0, len(self._slots))
+        output = self.target.forward(
+            given.ids_BR, given.positions_BR, self._cache, everyone, given.tree_BRR
+        )
+        decisions = decide(
+            self.target.logits(output.last_hidden_states),
+            [slot.request.sampling if slot.decoding else GREEDY for slot in self._slots],
+            [slot.generator for slot in self._slots],
+            nodes,
+            probs,
+        )
+        accepted = self._accept(decisions, nodes, output, strategy)
+        if running:
+            self.policy.observe(
+                RoundReport(
+                    strategy=strategy,
+                    batch_size=len(running),
+                    accepted=tuple(accepted),
+                    seconds=time.perf_counter() - started,
+                    caught_up=behind if strategy.speculates else 0,
+                )
+            )
 
-    def _drafted(self, slot: Slot, proposal: DraftProposal | None, steps: int) -> list[int]:
-        """The proposed tokens; a proposal that is no proposal fails its sequence alone."""
-        if proposal is None:
-            return [slot.newest] * steps
-        tokens: list[int] = proposal.tokens.tolist()
-        vocab, probs = self.target.spec.vocab_size, proposal.draft_probs
-        if not all(0 <= token < vocab for token in tokens):
-            slot.error = f"the drafter proposed {tokens}, outside the target's {vocab} tokens"
-        elif probs is not None and not bool(torch.isfinite(probs).all()):
-            slot.error = "the drafter's probabilities are not finite: load an earlier version"
-        return tokens if slot.error is None else [slot.newest] * steps
+    def _accept(
+        self,
+        decisions: list[Decision],
+        nodes: list[Nodes],
+        output: TargetOutput,
+        strategy: Strategy,
+    ) -> list[int]:
+        """Commit what was decided and keep its rows; returns accepted drafts of each sequence."""
+        accepted: list[int] = []
+        places: list[int] = []
+        captured: list[int] = []
+        index: list[int] = []
+        moves: list[tuple[int, int, int]] = []
+        width = output.last_hidden_states.shape[1]
+        for i, (slot, decision) in enumerate(zip(self._slots, decisions, strict=True)):
+            start, rows = slot.captured, [0]
+            if slot.decoding:
+                kept = self._commit(slot, decision)
+                count = min(kept, len(decision.result.accepted))
+                rows = list(decision.result.rows[: count + 1])
+                accepted.append(count)
+                if strategy.speculates and self._drafting is not None:
+                    slot.note_round(len(nodes[i]), count, self._drafting.version)
+            places += [slot.place] * len(rows)
+            captured += range(start, start + len(rows))
+            index += [i * width + row for row in rows]
+            moves += [(i, start + row, start + j) for j, row in enumerate(rows) if row != j]
+            slot.captured += len(rows)
+        if moves:
+            self._cache.compact(*map(list, zip(*moves, strict=True)))
+        aux_NAD, last_ND = output.aux_hidden_states.flatten(0, 1), output.last_hidden_states
+        rows_N = torch.tensor(index, device=self.target.device)
+        self._store.write_rows(places, captured, aux_NAD[rows_N], last_ND.flatten(0, 1)[rows_N])
+        return accepted
 
-    def _verify(self, slot: Slot, proposal: DraftProposal | None, logits_RV: Tensor) -> list[int]:
-        if proposal is None:
-            return [choose(logits_RV[0], slot.request.sampling, slot.generator)]
-        result = verify_chain(logits_RV, proposal, slot.request.sampling, slot.generator)
-        return [*proposal.tokens[list(result.accepted)].tolist(), result.bonus_token]
-
-    def _commit(self, slot: Slot, tokens: list[int], logits_RV: Tensor) -> int:
-        """Row r of the logits is where token r comes from."""
-        rows_NV = logits_RV[: len(tokens)]
-        chosen = torch.tensor(tokens, device=rows_NV.device)[:, None]
-        logprobs = (rows_NV.gather(1, chosen)[:, 0] - rows_NV.logsumexp(dim=-1)).tolist()
-        return slot.commit(tokens, logprobs, self.target.spec.eos_token_ids, self.target.tokenizer)
-
-    def _extend(
-        self, slots: slice, aux_BRAD: Tensor, following: list[list[int]], counts: list[int]
-    ) -> None:
-        """Give the drafter the taps of committed tokens, padded to one length."""
-        assert self._drafter is not None
-        longest = aux_BRAD.shape[1]
-        padded = [ids + [ids[-1]] * (longest - len(ids)) for ids in following]
-        next_ids = torch.tensor(padded, device=self.target.device)
-        self._drafter.extend(self._draft_cache, slots, aux_BRAD, next_ids, counts)
-
-    def _read(self, tokens: list[list[int]], starts: list[int], slots: slice) -> TargetOutput:
-        device = self.target.device
-        ids_BR = torch.tensor(tokens, device=device)
-        steps_R = torch.arange(ids_BR.shape[1], device=device)
-        positions_BR = torch.tensor(starts, device=device)[:, None] + steps_R
-        return self.target.forward(ids_BR, positions_BR, self._cache, slots)
+    def _commit(self, slot: Slot, decision: Decision) -> int:
+        spec, tokenizer = self.target.spec, self.target.tokenizer
+        return slot.commit(decision.tokens, decision.logprobs, spec.eos_token_ids, tokenizer)
 
     def _leave(self) -> list[CapturedSequence]:
         ended: list[CapturedSequence] = []
@@ -292,8 +276,9 @@ class Engine:
             last = self._slots.pop()
             if last is not slot:
                 self._cache.move(len(self._slots), i, last.captured)
-                if self._drafter is not None:
-                    self._draft_cache.move(len(self._slots), i)
+                if self._drafting is not None:
+                    self._drafting.move(len(self._slots), i)
                 self._slots[i] = last
-            ended.append(slot.result(self.target.version))
+            ended.append(slot.result(self._store, self.target.version))
+            self._store.give_back(slot.place)
         return ended

@@ -6,7 +6,6 @@ Rows and tokens, 3 prompt tokens and 2 of the response, the newest not yet read 
     token        p0   p1   p2   r0   r1     length 5
     row          h0   h1   h2   h3   -      captured 4; the next round reads r1 at position 4
 
-Shapes: L sequence length, A tapped layers, D width, n new rows.
 """
 
 from __future__ import annotations
@@ -15,51 +14,46 @@ import hashlib
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from paceline.models.decoding.capture import CaptureStore
 from paceline.models.decoding.requests import CapturedSequence, Request
 from paceline.models.records import AcceptanceTrace, Prompt, SamplingParams
 
 
 class Slot:
-    """See the module docstring. `rows` is the most that will be captured."""
+    """See the module docstring. `place` is where the capture store keeps its states."""
 
-    def __init__(
-        self,
-        request: Request,
-        *,
-        num_taps: int,
-        width: int,
-        dtype: torch.dtype,
-        target_version: int,
-    ) -> None:
+    def __init__(self, request: Request, *, place: int, target_version: int) -> None:
         self.request = request
+        self.place = place
         self.generator = request_generator(request)
-        rows = len(request.prompt.token_ids) + request.sampling.max_new_tokens
-        self._aux_LAD = torch.empty(rows, num_taps, width, dtype=dtype)
-        self._last_LD = torch.empty(rows, width, dtype=dtype)
         self.captured = 0
-        self.response: list[int] = []
+        """Tokens whose states are kept."""
+        self.tokens = list(request.prompt.token_ids)
+        self.last_kept = 0
+        """Tokens that the last round committed."""
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.drafter_version: int | None = None
         self.min_target_version = target_version
+        self._prompt_length = len(self.tokens)
         self._logprobs: list[float] = []
         self._verified: list[int] = []
         self._accepted: list[int] = []
 
     @property
     def length(self) -> int:
-        return len(self.request.prompt.token_ids) + len(self.response)
+        return len(self.tokens)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether it takes another token."""
+        return self.error is None and self.finish_reason is None
 
     @property
     def newest(self) -> int:
         """The anchor: committed, not yet read by the target."""
-        return self.response[-1]
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [*self.request.prompt.token_ids, *self.response]
+        return self.tokens[-1]
 
     @property
     def complete(self) -> bool:
@@ -68,22 +62,6 @@ class Slot:
             self.finish_reason is not None and self.captured == self.length
         )
 
-    def capture(self, aux_NAD: Tensor, last_ND: Tensor) -> None:
-        """Keep the target's states of the next tokens."""
-        end = self.captured + len(last_ND)
-        self._aux_LAD[self.captured : end] = aux_NAD
-        self._last_LD[self.captured : end] = last_ND
-        self.captured = end
-
-    def captured_aux(self) -> Tensor:
-        """Taps [captured, A, D] of every token read so far."""
-        return self._aux_LAD[: self.captured]
-
-    def copy_prompt(self, other: Slot) -> None:
-        """Take the captured rows of another slot's equal prompt."""
-        count = len(self.request.prompt.token_ids)
-        self.capture(other._aux_LAD[:count], other._last_LD[:count])
-
     def commit(
         self, tokens: list[int], logprobs: list[float], stop_ids: tuple[int, ...], tokenizer: Any
     ) -> int:
@@ -91,44 +69,47 @@ class Slot:
         sampling = self.request.sampling
         kept = 0
         for token, logprob in zip(tokens, logprobs, strict=True):
-            self.response.append(token)
+            self.tokens.append(token)
             self._logprobs.append(logprob)
             kept += 1
             if token in stop_ids or token in sampling.stop_token_ids:
                 self.finish_reason = "stop"
             elif sampling.stop_strings and self._ends_with_string(sampling, tokenizer):
                 self.finish_reason = "stop"
-            elif len(self.response) == sampling.max_new_tokens:
+            elif self.length - self._prompt_length == sampling.max_new_tokens:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
                 break
+        self.last_kept = kept
         if self.request.on_tokens is not None:
-            self.request.on_tokens(self.request.prompt.prompt_id, self.response[-kept:])
+            self.request.on_tokens(self.request.prompt.prompt_id, self.tokens[-kept:])
         return kept
 
     def _ends_with_string(self, sampling: SamplingParams, tokenizer: Any) -> bool:
         # A token is at least a byte, so this many hold any of the strings and the token before.
         window = max(len(text.encode()) for text in sampling.stop_strings) + 4
-        text = tokenizer.decode(self.response[-window:])
+        first = max(self._prompt_length, self.length - window)
+        text = tokenizer.decode(self.tokens[first:])
         return any(stop in text for stop in sampling.stop_strings)
 
-    def note_round(self, verified: int, accepted: int) -> None:
+    def note_round(self, verified: int, accepted: int, drafter_version: int | None) -> None:
         """One speculative round, the bonus token not counted."""
         self._verified.append(verified)
         self._accepted.append(accepted)
+        self.drafter_version = drafter_version
 
-    def result(self, target_version: int) -> CapturedSequence:
+    def result(self, store: CaptureStore, target_version: int) -> CapturedSequence:
         """The sequence as it ended."""
-        token_ids = self.token_ids
-        logprobs = torch.zeros(len(token_ids))
-        logprobs[len(self.request.prompt.token_ids) :] = torch.tensor(self._logprobs)
+        logprobs = torch.zeros(self.length)
+        logprobs[self._prompt_length :] = torch.tensor(self._logprobs)
+        aux, last = store.states(self.place, self.captured)
         rounds = tuple(self._verified)
         return CapturedSequence(
             prompt=self.request.prompt,
-            token_ids=torch.tensor(token_ids),
+            token_ids=torch.tensor(self.tokens),
             logprobs=logprobs,
-            aux_hidden_states=self._aux_LAD[: self.captured].clone(),
-            last_hidden_states=self._last_LD[: self.captured].clone(),
+            aux_hidden_states=aux,
+            last_hidden_states=last,
             finish_reason="error" if self.error is not None else str(self.finish_reason),
             trace=AcceptanceTrace(proposed=rounds, verified=rounds, accepted=tuple(self._accepted)),
             min_target_version=self.min_target_version,

@@ -13,74 +13,27 @@ import torch
 
 from paceline.kernels.sampling import probs_from_logits
 from paceline.models.checkpoints import new_record
-from paceline.models.config import BackboneConfig, DrafterConfig, TargetConfig
-from paceline.models.decoding.engine import Engine
-from paceline.models.decoding.requests import CapturedSequence, Request
+from paceline.models.decoding.requests import Request
 from paceline.models.decoding.speculative import generate_plain, generate_speculative
-from paceline.models.drafter import Drafter, build_drafter
+from paceline.models.drafter import Drafter
 from paceline.models.fingerprint import TargetMismatchError
 from paceline.models.kv_cache import SlotCache
 from paceline.models.records import Prompt, SamplingParams
 from paceline.models.target import Target
-
-TAPS = (0, 1, 3)
-STEPS = 3
-CAPACITY = 64
-BACKBONES = {
-    "fill_in": BackboneConfig(kind="block", num_layers=2, block_size=6),
-    "shift": BackboneConfig(kind="block", num_layers=1, block_size=4, label_layout="shift"),
-    "eagle3": BackboneConfig(kind="autoregressive"),
-    "eagle31": BackboneConfig(kind="autoregressive", norm_output=True),
-}
-GREEDY = SamplingParams(max_new_tokens=20)
-SAMPLED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=5, max_new_tokens=20)
-
-
-def load(family: str = "llama") -> Target:
-    target = Target.load(TargetConfig(model=f"builtin:tiny-{family}", device="cpu"))
-    target.tap(TAPS)
-    return target
-
-
-def drafter_for(target: Target, name: str = "eagle3", seed: int = 0) -> Drafter:
-    drafter = build_drafter(
-        DrafterConfig(backbone=BACKBONES[name]),
-        target.spec,
-        tap_layer_ids=TAPS,
-        embedding_weight=target.embedding_weight,
-        lm_head_weight=target.lm_head_weight,
-        seed=seed,
-    )
-    return drafter.eval()
-
-
-def prompt(i: int, length: int | None = None) -> Prompt:
-    generator = torch.Generator().manual_seed(i)
-    count = length or 4 + 3 * (i % 4)
-    ids = torch.randint(4, 250, (count,), generator=generator).tolist()
-    return Prompt(prompt_id=str(i), domain="d", token_ids=tuple(ids))
-
-
-def engine_of(target: Target, slots: int, drafter: Drafter | None = None, **options) -> Engine:
-    return Engine(
-        target,
-        num_slots=slots,
-        capacity=CAPACITY,
-        capture_dtype=torch.float32,
-        drafter=drafter,
-        num_speculative_tokens=STEPS if drafter else 0,
-        **options,
-    )
-
-
-def serve(engine: Engine, requests: list[Request]) -> dict[str, CapturedSequence]:
-    ended = {sequence.prompt.prompt_id: sequence for sequence in engine.run(requests)}
-    assert len(ended) == len(requests)
-    return ended
-
-
-def response(sequence: CapturedSequence) -> tuple[int, ...]:
-    return tuple(sequence.token_ids[len(sequence.prompt.token_ids) :].tolist())
+from tests.models.engine_setup import (
+    BACKBONES,
+    CAPACITY,
+    GREEDY,
+    SAMPLED,
+    STEPS,
+    TAPS,
+    drafter_for,
+    engine_of,
+    load,
+    prompt,
+    response,
+    serve,
+)
 
 
 @pytest.mark.parametrize("name", [None, *BACKBONES])
@@ -153,7 +106,11 @@ def test_a10_captured_rows_and_logprobs_belong_to_their_own_tokens(name: str | N
         )
         first = len(sequence.prompt.token_ids)
         logits = target.logits(whole.last_hidden_states[0, first - 1 : -1])
-        expected = logits.log_softmax(-1).gather(1, ids[0, first:, None])[:, 0]
+        if int(sequence.prompt.prompt_id) % 2:  # as sampled
+            log_probs = probs_from_logits(logits, 0.9, top_k=40, top_p=0.95).log()
+        else:
+            log_probs = logits.log_softmax(-1)
+        expected = log_probs.gather(1, ids[0, first:, None])[:, 0]
         torch.testing.assert_close(sequence.logprobs[first:], expected, atol=1e-3, rtol=1e-3)
         assert not sequence.logprobs[:first].any()
 
@@ -190,7 +147,7 @@ def test_a8_long_prompts_are_read_in_pieces_and_keep_all_their_rows(
     target = load()
     request = [Request(prompt=prompt(3, 41), sampling=GREEDY)]
     whole = serve(engine_of(target, 1), request)["3"]
-    monkeypatch.setattr("paceline.models.decoding.engine.PREFILL_CHUNK", 16)
+    monkeypatch.setattr("paceline.models.decoding.prefill.PREFILL_CHUNK", 16)
     pieces = serve(engine_of(target, 1), request)["3"]
     assert response(pieces) == response(whole)
     assert len(pieces.aux_hidden_states) == len(pieces.token_ids)
@@ -311,6 +268,7 @@ def test_a_byte_budget_lets_the_rest_wait_and_nothing_fails() -> None:
     target = load()
     spec = target.spec
     row = 2 * spec.num_layers * spec.num_key_value_heads * spec.head_dim * 4
+    row += (len(TAPS) + 1) * spec.hidden_size * 4  # captured states
     engine = engine_of(target, 8, max_cache_bytes=3 * row * (CAPACITY + 1) + 100)
     assert engine.num_slots == 3
     requests = [Request(prompt=prompt(i), sampling=GREEDY) for i in range(7)]
