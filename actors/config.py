@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from paceline.models.config import SamplingConfig, StrictModel
+from paceline.models.decoding.strategy import chosen_strategies
 
 
 class RolloutConfig(StrictModel):
@@ -20,12 +21,22 @@ class RolloutConfig(StrictModel):
     drafter: str | None = None
     """Folder of a trained drafter of this target: rollouts speculate with it, losslessly."""
     num_speculative_tokens: PositiveInt = 4
-    """Drafts of a round, with a drafter."""
+    """Drafts of a round, with a drafter; the most of a round where a policy decides."""
+    policy: Literal["static", "length", "bandit"] = "static"
+    """How a round drafts: always alike, by measured costs and acceptance, or as a bandit."""
+    strategies: tuple[str, ...] = ()
+    """What the policy may choose besides plain decoding, such as chain_4 or eagle2_5_4_16; empty:
+    chains of up to num_speculative_tokens tokens."""
     sampling: SamplingConfig = SamplingConfig()
     shard_tokens: PositiveInt = 8192
     """A worker writes a shard once this many tokens are ready."""
     num_cpus: float = 1.0
     num_gpus: float = 0.0
+
+    @model_validator(mode="after")
+    def _strategies_are_known(self) -> RolloutConfig:
+        chosen_strategies(self.policy, self.strategies, self.num_speculative_tokens)
+        return self
 
 
 class CacheConfig(StrictModel):

@@ -21,12 +21,16 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from paceline.actors.config import CacheConfig, RolloutConfig
-from paceline.actors.rollout_worker import FinishedShard, RolloutWorker, ShardTask
+from paceline.actors.rollout_shards import FinishedShard, ShardTask
+from paceline.actors.rollout_worker import RolloutWorker
 from paceline.models.config import TargetConfig
 
 MAX_RESTARTS = 3
 UNCONSUMED_SHARDS = 2
 """Shards that a worker may have ready before it waits for the pool."""
+
+WEIGHTS_WHILE_GENERATING = 2
+"""Calls that a worker serves at once: one generates, one takes new weights."""
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +61,9 @@ class RolloutPool:
         self._streams: dict[ObjectRefGenerator, int] = {}
         self._left: dict[int, dict[int, ShardTask]] = {}  # worker -> shard index -> task
         self._restarts = 0
+        self._newest_target: ObjectRef | None = None
+        self._target_version = 0
+        self._newest_drafter: ObjectRef | None = None
 
     @property
     def done(self) -> bool:
@@ -73,14 +80,37 @@ class RolloutPool:
     def _launch(self, number: int) -> None:
         worker = (
             ray.remote(RolloutWorker)
-            .options(num_cpus=self.rollout.num_cpus, num_gpus=self.rollout.num_gpus)
-            .remote(*self._arguments, **self._keywords)
+            .options(
+                num_cpus=self.rollout.num_cpus,
+                num_gpus=self.rollout.num_gpus,
+                max_concurrency=WEIGHTS_WHILE_GENERATING,
+            )
+            .remote(
+                *self._arguments,
+                **self._keywords,
+                target_state=self._newest_target,
+                target_version=self._target_version,
+                drafter_state=self._newest_drafter,
+            )
         )
         self._workers[number] = worker
         stream = worker.generate.options(
             num_returns="streaming", _generator_backpressure_num_objects=UNCONSUMED_SHARDS
         ).remote(list(self._left[number].values()))
         self._streams[stream] = number
+
+    def update_target(self, state: ObjectRef, version: int) -> None:
+        """Weights behind a reference become the target of every worker, from its next round on.
+
+        A worker that is started again later takes them too. Raises what a worker raises of them.
+        """
+        _wait([w.update_target.remote(state, version) for w in self._workers.values()])
+        self._newest_target, self._target_version = state, version
+
+    def update_drafter(self, state: ObjectRef) -> None:
+        """A DrafterState behind a reference becomes the drafter of every worker, likewise."""
+        _wait([worker.update_drafter.remote(state) for worker in self._workers.values()])
+        self._newest_drafter = state
 
     def poll(self, timeout: float) -> list[FinishedShard]:
         """Shards that were finished since, registered in the cache; waits up to `timeout` s.
@@ -133,3 +163,12 @@ class RolloutPool:
             ray.kill(worker)
         self._workers = {}
         self._streams = {}
+
+
+def _wait(updates: list[ObjectRef]) -> None:
+    """Raise what a worker raised; one that died is started again with the newest weights."""
+    for update in updates:
+        try:
+            ray.get(update)
+        except RayActorError as error:
+            logger.warning("a rollout worker died while it took new weights: %s", error)

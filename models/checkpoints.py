@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -99,21 +99,52 @@ def read_record(folder: Path) -> tuple[DrafterCheckpoint, DrafterConfig]:
         ) from error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterState:
+    """A whole drafter without a target: what an object reference to a new version holds."""
+
+    name: str
+    """Where it comes from, for messages: a file, or a run and version."""
+    checkpoint: DrafterCheckpoint
+    config: DrafterConfig
+    tensors: dict[str, Tensor]
+
+
+def read_drafter(folder: Path) -> DrafterState:
+    """The drafter of a folder.
+
+    Raises CheckpointError naming the file for missing, truncated or changed weights.
+    """
+    record, config = read_record(folder)
+    path = folder / record.uri
+    tensors = _read_tensors(path, record.sha256)
+    return DrafterState(name=str(path), checkpoint=record, config=config, tensors=tensors)
+
+
 def load_drafter(folder: Path, target: Target) -> tuple[Drafter, DrafterCheckpoint]:
     """The drafter of a folder, bound to `target`, whose taps are set to the drafter's.
 
     Raises CheckpointError naming the file for missing, truncated or non-finite weights, and
     TargetMismatchError if the drafter was made for another target.
     """
-    record, config = read_record(folder)
-    require_same_target(
-        f"the drafter {folder}",
-        record.target_fingerprint,
-        model=target.spec.model,
-        expected=target.fingerprint,
-    )
-    tensors = _read_tensors(folder / record.uri, record.sha256)
-    vocab = _vocab_of(folder / record.uri, tensors, config, target.spec.vocab_size)
+    record, _ = read_record(folder)
+    _require_target(record, str(folder), target)
+    drafter = bind_drafter(read_drafter(folder), target)
+    target.tap(record.tap_layer_ids)
+    return drafter, record
+
+
+def bind_drafter(state: DrafterState, target: Target) -> Drafter:
+    """The drafter with its own copy of the weights, reading `target`, which is left as it is.
+
+    Raises CheckpointError for weights that are not finite or not those of its configuration, and
+    TargetMismatchError if it was made for another target.
+    """
+    record, config, tensors = state.checkpoint, state.config, state.tensors
+    _require_target(record, state.name, target)
+    for name, tensor in tensors.items():
+        require_finite(state.name, name, tensor)
+    vocab = _vocab_of(state.name, tensors, config, target.spec.vocab_size)
     drafter = build_drafter(
         config,
         target.spec,
@@ -126,14 +157,22 @@ def load_drafter(folder: Path, target: Target) -> tuple[Drafter, DrafterCheckpoi
         drafter.load_state_dict(tensors)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{folder / record.uri} does not fit its own record {DRAFTER_RECORD}: {error}"
+            f"{state.name} does not fit its own record {DRAFTER_RECORD}: {error}"
         ) from error
-    target.tap(record.tap_layer_ids)
-    return drafter, record
+    return drafter
+
+
+def _require_target(record: DrafterCheckpoint, name: str, target: Target) -> None:
+    require_same_target(
+        f"the drafter {name}",
+        record.target_fingerprint,
+        model=target.spec.model,
+        lineage=target.lineage,
+    )
 
 
 def _vocab_of(
-    path: Path, tensors: dict[str, Tensor], config: DrafterConfig, target_vocab_size: int
+    path: str, tensors: dict[str, Tensor], config: DrafterConfig, target_vocab_size: int
 ) -> DraftVocab:
     """The map inside the weights; it must be the one that the record speaks of."""
     size = config.draft_vocab_size or target_vocab_size
@@ -162,12 +201,10 @@ def _read_tensors(path: Path, expected_sha256: str) -> dict[str, Tensor]:
         tensors = load(content)
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
-    for name, tensor in tensors.items():
-        require_finite(path, name, tensor)
     return tensors
 
 
-def require_finite(path: Path, name: str, tensor: Tensor) -> None:
+def require_finite(path: Path | str, name: str, tensor: Tensor) -> None:
     """Raise CheckpointError naming file and tensor if a number is NaN or infinite."""
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
         raise CheckpointError(

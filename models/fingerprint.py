@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,11 +44,15 @@ def fingerprint(model: Any, tokenizer_hash: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def require_same_target(what: str, found: str, *, model: str, expected: str) -> None:
-    """Raise TargetMismatchError unless `found` is the target's fingerprint, naming both."""
-    if found != expected:
+def require_same_target(what: str, found: str, *, model: str, lineage: Sequence[str]) -> None:
+    """Raise TargetMismatchError unless `found` is in the target's lineage, naming both.
+
+    `lineage` are the fingerprints of the target's versions so far: what was made for an earlier
+    version of an updated target still belongs to it.
+    """
+    if found not in lineage:
         raise TargetMismatchError(
             f"{what} was made for the target with fingerprint {found}, but "
-            f"target.model={model} has {expected}: use the target it was "
+            f"target.model={model} has {lineage[-1]}: use the target it was "
             "made for, or make it again for this one"
         )

@@ -43,7 +43,11 @@ class LeanDecoder:
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
-        self._layers = [LeanLayer(layer) for layer in decoder.layers]
+        self.join_weights()
+
+    def join_weights(self) -> None:
+        """Take the layers' weights as they are now: needed again when they were moved."""
+        self._layers = [LeanLayer(layer) for layer in self._decoder.layers]
 
     def forward(
         self,

@@ -63,7 +63,8 @@ class Target:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.spec = read_spec(model, tokenizer, config.model)
         self.tokenizer_hash = tokenizer_hash(tokenizer)
-        self.fingerprint = fingerprint(model, self.tokenizer_hash)
+        self.lineage = [fingerprint(model, self.tokenizer_hash)]
+        """Fingerprints of all versions so far, the present one last."""
         # Read once: transformers copies its whole configuration whenever it is asked for a value.
         decoder_config = self.decoder.config.to_dict()
         self._softcap = decoder_config.get("final_logit_softcapping")
@@ -94,6 +95,10 @@ class Target:
         except OSError as error:
             raise _cannot_load(config, error) from error
         return Target(model.to(device), tokenizer, config)
+
+    @property
+    def fingerprint(self) -> str:
+        return self.lineage[-1]
 
     @property
     def device(self) -> torch.device:
@@ -201,9 +206,30 @@ class Target:
     def update_weights(self, state: dict[str, Tensor], version: int) -> None:
         """Take new weights (the names of the model's state dict) as target version `version`.
 
-        Some of the weights may be given, at least one. Raises ValueError, changing nothing, for a
-        name or a shape that the model does not have: such an update would silently do nothing.
+        Raises ValueError as `check_update`, changing nothing.
         """
+        self.check_update(state, version)
+        self.model.load_state_dict(state, strict=False)
+        self.version = version
+        self.lineage.append(fingerprint(self.model, self.tokenizer_hash))
+
+    def move_to(self, device: torch.device | str) -> None:
+        """Move all weights; taps stay as they are."""
+        self.model.to(device)
+        if self._lean is not None:
+            self._lean.join_weights()
+
+    def check_update(self, state: dict[str, Tensor], version: int) -> None:
+        """Raise ValueError if weights cannot become the target's version `version`.
+
+        Some of the weights may be given, at least one. A name or a shape that the model does not
+        have is refused, because such an update would silently do nothing, and so is an old version.
+        """
+        if version <= self.version:
+            raise ValueError(
+                f"target version {version} was offered and {self.version} is in use: "
+                "number updates upwards"
+            )
         own = self.model.state_dict()
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         wrong = [n for n, shape in shapes.items() if n not in own or tuple(own[n].shape) != shape]
@@ -213,9 +239,6 @@ class Target:
                 f"the update to target version {version} holds {found}, which "
                 f"{self.spec.model} does not have: send its own state dict's names and shapes"
             )
-        self.model.load_state_dict(state, strict=False)
-        self.version = version
-        self.fingerprint = fingerprint(self.model, self.tokenizer_hash)
 
 
 def sliding_window(config: dict[str, Any]) -> tuple[int | None, bool]:

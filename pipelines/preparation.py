@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from paceline.actors.rollout_worker import ShardTask, shard_tasks
+from paceline.actors.rollout_shards import ShardTask, shard_tasks
 from paceline.models.drafter import default_tap_layer_ids
 from paceline.models.prompts import PromptSet, load_prompts
 from paceline.models.shard_checks import ShardSource

@@ -15,7 +15,7 @@ import ray
 
 from paceline.actors.hidden_state_cache import HiddenStateCache
 from paceline.actors.rollout_pool import RolloutPool
-from paceline.models.records import ShardRef
+from paceline.models.records import AcceptanceTrace, ShardRef
 from paceline.pipelines.config import RunConfig
 from paceline.pipelines.preparation import Preparation
 from paceline.pipelines.progress import Bars
@@ -54,6 +54,7 @@ class Rollouts:
             for task in prepared.tasks
             if any(prompt.prompt_id not in finished for prompt in task.prompts)
         ]
+        self._traces: list[AcceptanceTrace] = []
         self._stack = ExitStack()
         self.done = False
 
@@ -68,7 +69,9 @@ class Rollouts:
         """Register finished shards, waiting up to `timeout` seconds for one; log and show them."""
         if self.done:
             return
-        if self._pool.poll(timeout) or self._pool.done:
+        finished = self._pool.poll(timeout)
+        self._traces += [shard.trace for shard in finished]
+        if finished or self._pool.done:
             self._log(ray.get(self._cache.stats.remote()))
         if self._pool.done:
             ray.get(self._cache.complete.remote(self._total))
@@ -85,6 +88,9 @@ class Rollouts:
             "rollout/tokens_per_second": rate,
             "cache/bytes": stats["bytes"],
         }
+        trace = AcceptanceTrace.concat(self._traces)
+        if trace.num_drafts:
+            metrics["rollout/acceptance_length"] = trace.acceptance_length
         self._stage.log(metrics, step=stats["shards"])
         note = f"{stats['tokens']:,} tokens, {rate:.0f}/s"
         self._bars.update("rollout", stats["shards"], self._total, note)

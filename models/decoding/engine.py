@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from paceline.models.decoding.replay import replay
 from paceline.models.decoding.requests import CapturedSequence, Request, check_request
 from paceline.models.decoding.rounds import NO_NODES, Decision, Nodes, decide, round_input
 from paceline.models.decoding.slot import Slot, failed
-from paceline.models.decoding.strategy import PLAIN, Strategy, chain
+from paceline.models.decoding.strategy import PLAIN, Strategy, chain, room_of
 from paceline.models.drafter import Drafter
 from paceline.models.fingerprint import require_same_target
 from paceline.models.kv_cache import SlotCache, affordable_slots
@@ -57,11 +57,13 @@ class Engine:
         drafter_version: int | None = None,
         num_speculative_tokens: int = 0,
         policy: Policy | None = None,
+        strategies: Sequence[Strategy] = (),
     ) -> None:
         """`capacity` tokens, prompt and response, fit a slot; drafts have room of their own.
 
-        Without a policy, chains of `num_speculative_tokens` tokens are drafted. `max_cache_bytes`
-        bounds keys, values and captured states of the target.
+        Without a policy, chains of `num_speculative_tokens` tokens are drafted. There is room for
+        `strategies` too, which the policy of a later drafter may choose. `max_cache_bytes` bounds
+        keys, values and captured states of the target.
 
         Raises ValueError if not even one slot fits `max_cache_bytes`, or if the drafter does not
         fit the target or the policy's strategies.
@@ -70,7 +72,8 @@ class Engine:
         self.capacity = capacity
         self.capture_dtype = capture_dtype
         self.policy = policy or StaticPolicy(chain(num_speculative_tokens if drafter else 0))
-        rows = capacity + 1 + max(max(s.budget, s.draft_rows) for s in self.policy.strategies)
+        self._room = max(room_of(self.policy.strategies), room_of(strategies))
+        rows = capacity + 1 + self._room
         taps = len(target.tap_layer_ids)
         self.num_slots = affordable_slots(
             target.spec,
@@ -89,7 +92,6 @@ class Engine:
             dtype=capture_dtype,
             device=target.device,
         )
-        self._fingerprint = target.fingerprint
         self._slots: list[Slot] = []
         self._waiting: deque[Request] = deque()
         self._drafting: Drafting | None = None
@@ -147,20 +149,29 @@ class Engine:
         """
         self.target.update_weights(state, version)
 
-    def update_drafter(self, drafter: Drafter, checkpoint: DrafterCheckpoint) -> None:
-        """Another drafter from the next round on; running sequences go on with it.
+    def update_drafter(
+        self, drafter: Drafter, checkpoint: DrafterCheckpoint, policy: Policy | None = None
+    ) -> None:
+        """Another drafter, and policy if given, from the next round on, for running sequences too.
 
-        Raises ValueError, changing nothing, for a drafter of another target or with other taps.
+        Raises ValueError, changing nothing, for a drafter of another target or with other taps, a
+        policy that never drafts, or one whose strategies have no room.
         """
+        policy = policy or self.policy
+        if room_of(policy.strategies) > self._room or not room_of(policy.strategies):
+            raise ValueError(
+                f"the engine has room for {self._room} drafts and the drafter's policy takes "
+                f"{room_of(policy.strategies)}: make the engine with its strategies"
+            )
         require_same_target(
             "the drafter",
             checkpoint.target_fingerprint,
             model=self.target.spec.model,
-            expected=self._fingerprint,
+            lineage=self.target.lineage,
         )
-        drafting = Drafting(self.target, drafter, checkpoint.drafter_version, self.policy)
+        drafting = Drafting(self.target, drafter, checkpoint.drafter_version, policy)
         drafting.start(self.num_slots, self._cache.capacity)
-        self._drafting = drafting
+        self._drafting, self.policy = drafting, policy
         self.policy.drafter_changed()
 
     def _admit(self) -> list[CapturedSequence]:

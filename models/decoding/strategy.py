@@ -11,6 +11,7 @@ best_first_6_7_32     the 32 best nodes of the product of a block's marginals, 6
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 KINDS = {"plain": 0, "chain": 1, "chains": 2, "beam": 2, "eagle2": 3, "best_first": 3}
@@ -63,6 +64,11 @@ def chain(depth: int) -> Strategy:
     return Strategy(kind="chain", depth=depth, budget=depth) if depth else PLAIN
 
 
+def room_of(strategies: Sequence[Strategy]) -> int:
+    """Most rows that one of the strategies needs besides the anchor's; 0: none drafts."""
+    return max((max(s.budget, s.draft_rows) for s in strategies), default=0)
+
+
 def parse_strategy(name: str) -> Strategy:
     """The strategy of a name. Raises ValueError for a name of no known form."""
     kind = next((k for k in KINDS if name == k or name.startswith(f"{k}_")), None)
@@ -82,3 +88,23 @@ def parse_strategy(name: str) -> Strategy:
     depth, width = numbers[:2]
     budget = numbers[2] if kind in ("eagle2", "best_first") else width * depth
     return Strategy(kind=kind, depth=depth, width=width, budget=budget)
+
+
+def chosen_strategies(
+    kind: str, names: Sequence[str], num_speculative_tokens: int
+) -> list[Strategy]:
+    """Strategies of a policy (static, length, bandit) by name; without names chains
+    of up to `num_speculative_tokens` tokens, or of just that many where the policy is static.
+
+    Raises ValueError for an unknown name, or if a static policy has several to choose from.
+    """
+    strategies = [parse_strategy(name) for name in names]
+    if kind == "static" and len(strategies) > 1:
+        raise ValueError(
+            f"rollout.policy=static takes one strategy and rollout.strategies has {list(names)}: "
+            "choose rollout.policy=length or bandit, or one of them"
+        )
+    if strategies:
+        return strategies
+    shortest = num_speculative_tokens if kind == "static" else 1
+    return [chain(depth) for depth in range(shortest, num_speculative_tokens + 1)]

@@ -15,7 +15,8 @@ import torch
 from paceline.actors.config import CacheConfig, RolloutConfig
 from paceline.actors.hidden_state_cache import HiddenStateCache
 from paceline.actors.rollout_pool import RolloutPool
-from paceline.actors.rollout_worker import FinishedShard, RolloutWorker, ShardTask, shard_tasks
+from paceline.actors.rollout_shards import FinishedShard, ShardTask, shard_tasks
+from paceline.actors.rollout_worker import RolloutWorker
 from paceline.models.checkpoints import new_record, save_drafter
 from paceline.models.config import BackboneConfig, DrafterConfig, SamplingConfig, TargetConfig
 from paceline.models.drafter import build_drafter

@@ -148,7 +148,7 @@ def test_f58_an_update_that_would_do_nothing_is_refused(llama: Target) -> None:
 
 def test_a_foreign_fingerprint_is_refused_with_both_values(llama: Target) -> None:
     with pytest.raises(TargetMismatchError, match=rf"0123abcd.*{llama.fingerprint}"):
-        require_same_target("x", "0123abcd", model="m", expected=llama.fingerprint)
+        require_same_target("x", "0123abcd", model="m", lineage=[llama.fingerprint])
 
 
 def test_an_unknown_model_is_named_with_the_remedy() -> None:
